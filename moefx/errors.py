@@ -1,0 +1,18 @@
+"""Failures that show only after the arguments were found valid. Bad values raise ValueError, things that are no module TypeError."""
+from __future__ import annotations
+
+
+class MoefxError(RuntimeError):
+    """Base of everything moefx raises for what fails later."""
+
+
+class NotRewrittenError(MoefxError):
+    """`strict=True` and a layer that looks like MoE was left alone."""
+
+
+class ContractError(MoefxError):
+    """A value check of a kernel contract failed at run time."""
+
+
+class ConsumedError(MoefxError):
+    """The model was consumed by `optimize(..., inplace=True)`."""
