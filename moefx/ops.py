@@ -64,7 +64,7 @@ def _experts(x, ids, weights, w13, b13, w2, b2, activation, first=0):
     y = _expert_linear(rows, flat, w13, b13, first)
     y = _expert_linear(Activation.decode(activation)(y), flat, w2, b2, first)
     wide = torch.promote_types(x.dtype, weights.dtype)
-    return (y.view(tokens, top_k, -1).to(wide) * weights.to(wide).unsqueeze(-1)).sum(1).to(x.dtype)
+    return (y.view(tokens, top_k, y.shape[-1]).to(wide) * weights.to(wide).unsqueeze(-1)).sum(1).to(x.dtype)
 
 
 def _experts_fake(x, ids, weights, w13, b13, w2, b2, activation, first=0):

@@ -1,0 +1,165 @@
+"""Trace one mixture-of-experts block to functional ATen with a dynamic number of tokens.
+
+The module stays as it is: the trace runs on fake tensors, and what it switches for its time (the experts form of a Hugging Face block)
+is put back. The graph's parameters and buffers are placeholders that carry their qualified name (`node.meta["weight"]`), its user
+inputs placeholders in the order of `Capture.names`.
+"""
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+
+_OPEN_UP = (aten.einsum.default, aten.matmul.default, aten.chunk.default, aten.tensor_split.sections, aten.unflatten.int, aten.inner.default)
+"""Composite ops that hide a GEMM or a column map: taken apart so that one set of passes sees them."""
+
+
+class CaptureError(Exception):
+    """A block that can't be traced; the text says why. `optimize` turns it into a reason in the report."""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One traced block.
+
+    `names` are the forward parameters in order; `constants[name]` holds the value of every one that was no tensor (the trace read it);
+    the others are the graph's user inputs, in order. `out_spec` rebuilds the block's return structure from the graph's flat outputs,
+    `constant_outputs` gives the flat outputs that are no tensors.
+    """
+
+    graph: fx.GraphModule
+    names: tuple[str, ...]
+    constants: Mapping[str, Any]
+    out_spec: pytree.TreeSpec
+    flat_outputs: tuple[Any, ...]          # per flat output: None for the next graph output, or ("const", value)
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)    # the example tensors
+
+
+def capture(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_experts: int | None = None, top_k: int | None = None) -> Capture:
+    """Trace `block(*args, **kwargs)`; raises CaptureError with the reason when no way of tracing works.
+
+    `num_experts` and `top_k`, when known, let loops over experts be made total (`moefx.loops`).
+    """
+    bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs)
+    bound.apply_defaults()
+    values = dict(list(bound.arguments.items())[1:])
+    parameters = inspect.signature(type(block).forward).parameters
+    for name in [n for n, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
+        if values.pop(name, None):
+            raise CaptureError(f"the block was called with extra arguments through *{name}, which moefx does not trace")
+    names = tuple(values)
+    tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
+    constants = {n: v for n, v in values.items() if n not in tensors}
+    for name, constant in constants.items():
+        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(constant)):
+            raise CaptureError(f"argument {name!r} holds tensors inside a {type(constant).__name__}, which moefx does not trace")
+    dynamic = {n: _dynamic_dims(v) if n in tensors else None for n, v in values.items()}
+    program = _export(block, values, dynamic, num_experts, top_k)
+    return _from_program(program, names, constants, tensors)
+
+
+def _dynamic_dims(tensor: torch.Tensor) -> dict[int, Any]:
+    """Token dims: every dim of an integer tensor (ids, masks), all but the last of a floating one (hidden states)."""
+    last = tensor.dim() - (1 if tensor.is_floating_point() else 0)
+    return {d: Dim.DYNAMIC for d in range(last)}
+
+
+def _export(block: nn.Module, values: dict[str, Any], dynamic: dict[str, Any], num_experts: int | None, top_k: int | None) -> ExportedProgram:
+    from moefx.loops import PortableGroupedMm, UntraceableError, export_total
+
+    with torch.no_grad(), grouped_experts(block):
+        try:
+            with PortableGroupedMm():
+                program = torch.export.export(block, (), values, dynamic_shapes=dynamic, strict=False)
+        except Exception as error:  # noqa: BLE001  export raises nearly every type there is; all mean "not traceable this way"
+            if num_experts is None:
+                raise CaptureError(f"torch.export: {first_line(error)}") from error
+            try:
+                program = export_total(block, (), values, num_experts=num_experts, top_k=top_k, dynamic_shapes=dynamic)
+            except UntraceableError as why:
+                raise CaptureError(f"torch.export: {first_line(error)}; with the expert loop made total: {first_line(why)}") from why
+        known = torch.export.default_decompositions()
+        return program.run_decompositions({op: known[op] for op in _OPEN_UP if op in known})
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+@contextlib.contextmanager
+def grouped_experts(block: nn.Module) -> Iterator[None]:
+    """Hugging Face experts run their `grouped_mm` form inside (the eager loop can't be exported); restored after."""
+    configs = {id(m.config): m.config for m in block.modules() if hasattr(getattr(m, "config", None), "_experts_implementation")}
+    before = {key: config._experts_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._experts_implementation = "grouped_mm"
+        yield
+    finally:
+        for key, config in configs.items():
+            config._experts_implementation = before[key]
+
+
+def _from_program(program: ExportedProgram, names: tuple[str, ...], constants: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Capture:
+    signature, graph = program.graph_signature, program.graph_module.graph
+    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    attributes: dict[str, Any] = {}
+    for spec in signature.input_specs:
+        node = placeholders[spec.arg.name]
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            node.meta["weight"] = spec.target
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            _to_attribute(node, program.constants[spec.target], attributes)
+        elif spec.kind is not InputKind.USER_INPUT:
+            raise CaptureError(f"the trace has an input of kind {spec.kind.name}, which moefx does not rewrite")
+    for out in signature.output_specs:
+        if out.kind is not OutputKind.USER_OUTPUT:
+            raise CaptureError(f"the block changes {out.target or 'an input'} in place ({out.kind.name})")
+    user = [s.arg.name for s in signature.input_specs if s.kind is InputKind.USER_INPUT]
+    for name in user:
+        if name in placeholders and not placeholders[name].users and not isinstance(placeholders[name].meta.get("val"), torch.Tensor):
+            graph.erase_node(placeholders[name])
+    flat = tuple(("const", s.arg.value) if not isinstance(getattr(s.arg, "name", None), str) or hasattr(s.arg, "value") else None for s in signature.output_specs)
+    output = next(n for n in graph.nodes if n.op == "output")
+    output.args = (tuple(a for a, const in zip(output.args[0], flat, strict=True) if const is None),)
+    out_spec = program.call_spec.out_spec
+    assert out_spec is not None
+    for key, child in program.graph_module.named_children():
+        attributes.setdefault(key, child)
+    return Capture(fx.GraphModule(attributes, graph), names, constants, out_spec, flat, tensors)
+
+
+def _to_attribute(node: fx.Node, constant: torch.Tensor, attributes: dict[str, Any]) -> None:
+    """A constant the trace lifted becomes an attribute of the graph module again: it is no input of the block."""
+    graph, name = node.graph, f"constant_{node.name}"
+    attributes[name] = constant
+    with graph.inserting_before(_first_call(graph)):
+        new = graph.get_attr(name)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _first_call(graph: fx.Graph) -> fx.Node:
+    return next(n for n in graph.nodes if n.op != "placeholder")
+
+
+def example_hidden(hidden: int, dtype: torch.dtype, device: torch.device, rank: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Random hidden states [2, 7, hidden] (rank 3) or [14, hidden] (rank 2)."""
+    sizes = (2, 7, hidden) if rank == 3 else (14, hidden)
+    return torch.randn(sizes, generator=generator, dtype=torch.float32).to(device=device, dtype=dtype)
+
+
+def flat_tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [v for v in values if isinstance(v, torch.Tensor)]

@@ -1,0 +1,153 @@
+"""Check before accepting: the traced region against its canonical form, and the rewritten block against the block as it was.
+
+Both run in the model's own dtype on the model's own weights. `region_differs` chooses x, ids and weights itself, so that every expert is
+reached, one expert gets no token, one gets all, and the clamps bite; `block_differs` goes through the model's router.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from moefx.graph import extract, shape
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Largest allowed error of a token's output row, relative to the row's largest value (or the batch's mean row, if that is larger)."""
+
+
+def routings(experts: int, top_k: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+    """ids [T, K], distinct within a token: none, one token, every expert at least once, all the same, one expert left out."""
+    yield torch.empty(0, top_k, dtype=torch.int64)
+    yield _distinct(1, experts, top_k, generator)
+    tokens = max(33, 2 * -(-experts // top_k) + 3)
+    covering = (torch.arange(tokens * top_k) % experts).view(tokens, top_k)
+    yield covering[torch.randperm(tokens, generator=generator)] if top_k <= experts else covering
+    yield torch.arange(top_k).expand(37, top_k).contiguous()
+    if experts > top_k:
+        without = _distinct(29, experts - 1, top_k, generator)
+        skipped = int(torch.randint(0, experts, (1,), generator=generator))
+        yield without + (without >= skipped)
+
+
+def _distinct(tokens: int, experts: int, top_k: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.rand(tokens, experts, generator=generator).topk(min(top_k, experts), dim=1).indices
+
+
+def hidden_states(tokens: int, weight: torch.Tensor, limit: float | None, generator: torch.Generator) -> torch.Tensor:
+    """x [T, H] in the weight's dtype; every other token is large enough for its gate products to pass `limit` either way."""
+    x = torch.randn(tokens, weight.shape[-1], generator=generator, dtype=torch.float32)
+    if limit is not None:
+        sample = weight.detach().flatten()[:: max(1, weight.numel() // 65536)].float()
+        spread = float(sample.std()) * weight.shape[-1] ** 0.5 or 1.0
+        x[::2] *= max(1.0, 2.5 * limit / spread)
+    return x.to(weight.dtype)
+
+
+def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest row error relative to the row (see TOLERANCE); inf where one has a NaN or infinity the other has not."""
+    if got.shape != want.shape:
+        return float("inf")
+    if want.numel() == 0:
+        return 0.0
+    wide = torch.float64 if want.dtype in (torch.float32, torch.float64) else torch.float32
+    a, b = got.to(wide).flatten(0, -2), want.to(wide).flatten(0, -2)
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return float("inf")
+    a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)
+    rows = b.abs().amax(-1)
+    scale = torch.maximum(rows, rows.mean()).clamp_min(torch.finfo(torch.float32).tiny)
+    return float(((a - b).abs().amax(-1) / scale).max())
+
+
+def region_differs(graph: fx.Graph, cut: Any, new: fx.Node, layer: Any, tensors: Callable[[str], torch.Tensor]) -> str | None:
+    """None when the region of `cut` and the region that ends in `new` agree on every routing; else what differs."""
+    inputs = [cut.x, cut.ids, cut.weights]
+    try:
+        old_module, old_names = extract(graph, inputs, cut.output)
+        new_module, new_names = extract(graph, inputs, new)
+    except ValueError as error:
+        return str(error)
+    old_weights = [tensors(n.meta["weight"]) for n in old_names]
+    new_weights = [tensors(n.meta["weight"]) for n in new_names]
+    generator = torch.Generator().manual_seed(0)
+    device = old_weights[0].device
+    first = max(new_weights, key=torch.Tensor.numel)
+    for ids in routings(layer.experts, layer.top_k, generator):
+        x = _example(cut.x, hidden_states(ids.shape[0], _facing(first, layer.hidden), layer.activation.limit, generator))
+        weights = torch.rand(ids.shape, generator=generator, dtype=torch.float32) + 0.1
+        arguments = [x.to(device=device, dtype=cut.x.meta["val"].dtype), _reshape(cut.ids, ids).to(device=device, dtype=cut.ids.meta["val"].dtype),
+                     _reshape(cut.weights, weights).to(device=device, dtype=cut.weights.meta["val"].dtype)]
+        with torch.no_grad():
+            try:
+                want = old_module(*arguments, *old_weights)
+            except RuntimeError as error:
+                if ids.shape[0] == 0:
+                    continue
+                return f"the traced region failed on {ids.shape[0]} tokens: {str(error).splitlines()[0]}"
+            got = new_module(*arguments, *new_weights)
+        error = error_of(got, want)
+        if not error <= TOLERANCE.get(want.dtype, 3e-2):
+            return f"with {ids.shape[0]} tokens the outputs differ by {error:.1e} of a row's largest value (allowed {TOLERANCE.get(want.dtype, 3e-2):.0e})"
+    return None
+
+
+def _facing(weight: torch.Tensor, hidden: int) -> torch.Tensor:
+    """The weight with the hidden size last (for its dtype, spread and size only)."""
+    if weight.shape[-1] == hidden:
+        return weight
+    return weight.new_empty(0, hidden).copy_(weight.flatten()[:0].view(0, hidden)) if weight.numel() % hidden else weight.reshape(-1, hidden)
+
+
+def _example(node: fx.Node, rows: torch.Tensor) -> torch.Tensor:
+    """Rows [T, H] in the rank of `node`."""
+    rank = len(shape(node) or ())
+    return rows if rank == 2 else rows.view(1, *rows.shape)
+
+
+def _reshape(node: fx.Node, table: torch.Tensor) -> torch.Tensor:
+    rank = len(shape(node) or ())
+    if rank == 1:
+        return table.reshape(-1)
+    return table if rank == 2 else table.view(1, *table.shape)
+
+
+def outputs_differ(got: Any, want: Any) -> tuple[float, float]:
+    """(largest absolute error, largest row error relative to the row) over every tensor of two equal structures."""
+    a, spec = pytree.tree_flatten(got)
+    b, other = pytree.tree_flatten(want)
+    if spec != other:
+        return float("inf"), float("inf")
+    absolute = relative = 0.0
+    for x, y in zip(a, b, strict=True):
+        if isinstance(y, torch.Tensor) and y.is_floating_point():
+            relative = max(relative, error_of(x.reshape(-1, x.shape[-1]) if x.dim() else x.view(1, 1), y.reshape(-1, y.shape[-1]) if y.dim() else y.view(1, 1)))
+            absolute = max(absolute, float((x.double() - y.double()).abs().nan_to_num().max()) if y.numel() else 0.0)
+        elif isinstance(y, torch.Tensor) and not torch.equal(x, y):
+            return float("inf"), float("inf")
+        elif not isinstance(y, torch.Tensor) and x != y:
+            return float("inf"), float("inf")
+    return absolute, relative
+
+
+def block_inputs(example: Sequence[torch.Tensor], experts: int, top_k: int, generator: torch.Generator) -> Iterator[list[torch.Tensor]]:
+    """Inputs of the whole block, after the example's shapes: one token, a few, enough for every expert, identical tokens."""
+    for tokens, same in ((1, False), (5, False), (_enough(experts, top_k), False), (16, True)):
+        yield [_like_example(e, tokens, same, generator) for e in example]
+
+
+def _enough(experts: int, top_k: int) -> int:
+    return min(1024, max(64, 8 * -(-experts // max(1, top_k))))
+
+
+def _like_example(example: torch.Tensor, tokens: int, same: bool, generator: torch.Generator) -> torch.Tensor:
+    lead = (1, tokens) if example.dim() - int(example.is_floating_point()) >= 2 else (tokens,)
+    if not example.is_floating_point():
+        high = int(example.max()) + 1 if example.numel() else 1
+        return torch.randint(0, high, lead[: example.dim()], generator=generator).to(example)
+    x = torch.randn(*lead, example.shape[-1], generator=generator)
+    if same:
+        x = x[..., :1, :].expand_as(x).contiguous()
+    return x.to(example)
