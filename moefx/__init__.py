@@ -1,6 +1,7 @@
 """moefx: a graph compiler for mixture-of-experts models in PyTorch.
 
-The public names load on first use, so that `import moefx` stays light (torch imports it for TORCH_LOGS and to list backends).
+The public names load on first use, so that `import moefx` stays light (torch imports it for TORCH_LOGS and to list backends). No module
+is named like one of them: importing it would hide the function.
 """
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ __version__ = "0.1.0"
 __all__ = ["optimize", "plan", "report"]
 
 if TYPE_CHECKING:
-    from moefx.optimize import optimize
-    from moefx.plan import plan
-    from moefx.report import report
+    from moefx.pipeline import optimize
+    from moefx.planner import plan
+    from moefx.reports import report
 
-_HOMES = {"optimize": "moefx.optimize", "plan": "moefx.plan", "report": "moefx.report"}
+_HOMES = {"optimize": "moefx.pipeline", "plan": "moefx.planner", "report": "moefx.reports"}
 
 
 def __getattr__(name: str) -> Any:

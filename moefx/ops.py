@@ -40,6 +40,11 @@ def define(schema: str, implementation, fake, device: str = "CompositeExplicitAu
     return getattr(torch.ops.moefx, name).default
 
 
+def implement(name: str, implementation, device: str) -> None:
+    """One more implementation of `moefx::<name>`, for another device."""
+    _library.impl(name, implementation, device)
+
+
 def _expert_linear(x, ids, w, b, first=0):
     out = x.new_zeros(x.shape[0], w.shape[1])
     for e in (torch.unique(ids) - first).tolist():

@@ -37,12 +37,12 @@ def run(graph: fx.Graph) -> Hoisted:
     new.output(tuple(mapping[n] for n in hoist))
     owner = graph.owning_module
     attributes = {n.target: getattr(owner, n.target) for n in new.nodes if n.op == "get_attr"}
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    first_input = next(n for n in graph.nodes if not is_weight(n))
     for i, node in enumerate(hoist):
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"packed_{i}")
-        last.meta = {"val": node.meta["val"], "packed": i}
-        node.replace_all_uses_with(last)
+        with graph.inserting_before(first_input):
+            packed = graph.placeholder(f"packed_{i}")
+        packed.meta = {"val": node.meta["val"], "packed": i}
+        node.replace_all_uses_with(packed)
     graph.eliminate_dead_code()
     graph.lint()
     return Hoisted(fx.GraphModule(attributes, new), tuple(n.meta["weight"] for n in sources))

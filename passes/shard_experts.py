@@ -52,16 +52,22 @@ def _on_rank(graph: fx.Graph, node: fx.Node, tokens: Any, begin: int, end: int) 
 
 
 def _rows(graph: fx.Graph, weight: Any, begin: int, end: int, like: fx.Node) -> fx.Node | None:
-    """weight[begin:end]; of a concatenation only the parts that the range touches, so that a rank without slots copies nothing."""
+    """weight[begin:end], taken as near to the parameter as can be: a rank then touches its own experts' weights only."""
     if weight is None:
         return None
+    if is_call(weight, {aten.transpose.int}) and set(weight.args[1:]) == {1, 2}:
+        return insert(graph, aten.transpose.int, (_rows(graph, weight.args[0], begin, end, like), 1, 2), like)
+    if is_call(weight, {aten.stack.default}) and len(weight.args) == 1:
+        return insert(graph, aten.stack.default, (weight.args[0][begin:end],), like)
+    if is_call(weight, {aten.cat.default}) and weight.args[1] == 1:
+        return insert(graph, aten.cat.default, ([_rows(graph, part, begin, end, like) for part in weight.args[0]], 1), like)
     if is_call(weight, {aten.cat.default}) and weight.args[1] == 0:
         at, found = 0, []
         for part in weight.args[0]:
             size = int((shape(part) or ())[0])
             low, high = max(begin, at), min(end, at + size)
             if low < high:
-                found.append(part if high - low == size else insert(graph, aten.slice.Tensor, (part, 0, low - at, high - at), like))
+                found.append(part if high - low == size else _rows(graph, part, low - at, high - at, like))
             at += size
         return found[0] if len(found) == 1 else insert(graph, aten.cat.default, (found, 0), like)
     return insert(graph, aten.slice.Tensor, (weight, 0, begin, end), like)

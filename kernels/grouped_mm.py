@@ -1,0 +1,95 @@
+"""Grouped GEMMs in the model's own precision: the default, and the last resort of every precision.
+
+Rows are sorted by expert once; each expert that was hit is two GEMMs over its slice of the rows and of the weights, which are taken as
+they are (transposed views too). On CUDA with bf16 the two GEMMs are `torch.nn.functional.grouped_mm`.
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from moefx import ops
+from moefx.activation.spec import Activation
+from moefx.contract import Contract, Predicate
+from moefx.kernels.base import Kernel, as_given
+
+
+def _experts_grouped_mm(x, ids, weights, w13, b13, w2, b2, activation, first=0):
+    tokens, top_k = ids.shape
+    count, hidden = w13.shape[0], w2.shape[1]
+    act = Activation.decode(activation)
+    wide = torch.promote_types(torch.promote_types(x.dtype, weights.dtype), torch.float32)
+    if tokens == 0:
+        return x.new_zeros(0, hidden)
+    order, bounds = _sort(ids, first, count)
+    token = torch.div(order, top_k, rounding_mode="floor")
+    scale = weights.reshape(-1).to(wide)
+    if tokens == 1:
+        out = torch.zeros(hidden, dtype=wide)
+        for e, (begin, end) in _hit(bounds):
+            h = act(F.linear(x, w13[e], None if b13 is None else b13[e]))
+            y = F.linear(h, w2[e], None if b2 is None else b2[e])
+            out.add_(y[0] * scale[order[begin:end]].sum())
+        return out.to(x.dtype).unsqueeze(0)
+    rows = x.index_select(0, token)
+    out = torch.zeros(tokens, hidden, dtype=wide)
+    for e, (begin, end) in _hit(bounds):
+        h = act(F.linear(rows[begin:end], w13[e], None if b13 is None else b13[e]))
+        y = F.linear(h, w2[e], None if b2 is None else b2[e])
+        out.index_add_(0, token[begin:end], y.to(wide) * scale[order[begin:end], None])
+    return out.to(x.dtype)
+
+
+def _sort(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, list[int]]:
+    """Rows (t * K + k) in expert order and the bounds of every local expert in them."""
+    flat = ids.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    edges = torch.arange(first, first + count + 1, dtype=flat.dtype, device=flat.device)
+    return order, torch.searchsorted(flat[order], edges).tolist()
+
+
+def _hit(bounds: list[int]):
+    return [(e, (b, bounds[e + 1])) for e, b in enumerate(bounds[:-1]) if bounds[e + 1] > b]
+
+
+def _experts_grouped_mm_cuda(x, ids, weights, w13, b13, w2, b2, activation, first=0):
+    tokens, top_k = ids.shape
+    count = w13.shape[0]
+    flat = ids.reshape(-1) - first
+    local = (flat >= 0) & (flat < count)
+    flat = torch.where(local, flat, count)
+    order = torch.argsort(flat, stable=True)
+    expert = flat[order].clamp_max(count - 1)
+    offs = torch.searchsorted(flat[order], torch.arange(1, count + 1, device=flat.device)).to(torch.int32)
+    y = F.grouped_mm(x.index_select(0, order // top_k), w13.transpose(1, 2), offs=offs)
+    h = Activation.decode(activation)(y if b13 is None else y + b13[expert])
+    y = F.grouped_mm(h, w2.transpose(1, 2), offs=offs)
+    y = y if b2 is None else y + b2[expert]
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    scaled = torch.where(local[order, None], y.to(wide) * weights.reshape(-1)[order, None].to(wide), 0)
+    return torch.zeros(tokens, w2.shape[1], dtype=wide, device=x.device).index_add_(0, order // top_k, scaled).to(x.dtype)
+
+
+def _fake(x, ids, weights, w13, b13, w2, b2, activation, first=0):
+    return x.new_empty(x.shape[0], w2.shape[1])
+
+
+_SCHEMA = "experts_grouped_mm(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor? b13, Tensor w2, Tensor? b2, str activation, int first=0) -> Tensor"
+
+KERNEL = Kernel(
+    name="grouped_mm",
+    contract=Contract(
+        "grouped_mm",
+        predicates=(
+            Predicate("weight_format in ('bfloat16', 'float16', 'float32', 'float64')", "GEMMs run in the storage type"),
+            Predicate("target == 'cpu' or H % 8 == 0", "strides of torch's grouped_mm on a GPU are multiples of 16 bytes"),
+            Predicate("target == 'cpu' or D % 8 == 0", "strides of torch's grouped_mm on a GPU are multiples of 16 bytes"),
+        ),
+        precisions=("preserve", "fp8", "fp8_weight_only", "int8"),
+        targets=("cpu", "sm90", "sm100", "gfx942", "gfx950"),
+    ),
+    pack=as_given,
+    op=ops.define(_SCHEMA, _experts_grouped_mm, _fake, device="CPU"),
+    reference=ops.experts,
+)
+ops.implement("experts_grouped_mm", _experts_grouped_mm_cuda, "CUDA")

@@ -1,0 +1,226 @@
+"""`moefx.optimize`: find the mixture-of-experts blocks of a model, rewrite each to the kernel the plan chose, check it, swap it in."""
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from moefx import discover, swap
+from moefx.decision import check_divides, decide
+from moefx.discover import Candidate
+from moefx.errors import ConsumedError, NotRewrittenError
+from moefx.options import A2A, PRECISIONS, TARGETS, Options, check_choice, check_ep_size, resolve_a2a
+from moefx.reports import REPORT_KEY, LayerRecord, Report
+from moefx.rewrite import PASSES, Lowered, Ranks, Traced, lower, trace
+from moefx.verify import TOLERANCE, block_inputs, outputs_differ
+
+CONSUMED_KEY = "_moefx_consumed"
+
+
+def optimize(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    ep_size: int = 1,
+    group: Any = None,
+    a2a: str = "auto",
+    precision: str = "preserve",
+    target: str | None = None,
+    verify: bool = True,
+    strict: bool = False,
+    inplace: bool = False,
+    disable: Sequence[str] = (),
+) -> nn.Module:
+    """A model with the same classes, parameters and calls whose mixture-of-experts blocks run on moefx kernels.
+
+    model: an `nn.Module` in eval mode with real weights. example_inputs: arguments of one call of the model (tensor, tuple or dict), needed
+    only when a block's own inputs can't be made up from its weights. ep_size, group, a2a: expert parallelism; without an initialised
+    process group the ranks are virtual, in this process. precision: "preserve" never lowers it. target: where the kernels are meant to
+    run, by default where the model is. verify: compare each rewritten block with the block as it was. strict: a layer that looks like
+    MoE and is not rewritten raises NotRewrittenError. inplace: change `model` itself. disable: names of passes or kernels to leave out.
+
+    Raises TypeError for what is no module and ValueError for values, before anything is changed. `moefx.report(result)` says what was
+    done and why.
+    """
+    options, ranks = check_arguments(model, ep_size, group, a2a, precision, target, disable)
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model is on the meta device and has no weights to run; use moefx.plan(model) to plan it, or load its weights first")
+    if model.training:
+        raise ValueError("the model is in training mode and moefx rewrites inference only; call model.eval() first")
+    candidates = discover.find(model)
+    for candidate in candidates:
+        check_divides(candidate.experts, options.ep_size)
+    examples = _example_calls(model, candidates, example_inputs) if example_inputs is not None else {}
+    result = model if inplace else swap.copy_sharing_tensors(model)
+    records = [_rewrite(model, result, c, options, ranks, examples.get(c.name), verify) for c in candidates]
+    left = [r for r in records if not r.rewritten]
+    if strict and (left or not records):
+        text = "; ".join(f"{r.name or type(model).__name__}: {r.reason}" for r in left) or "no mixture-of-experts layer was found"
+        raise NotRewrittenError(f"strict=True and not every layer was rewritten: {text}")
+    skipped = [] if records else [{"name": type(model).__name__, "reason": "no mixture-of-experts layer was found"}]
+    result.__dict__[REPORT_KEY] = Report(options, records, skipped, type(model).__name__)
+    return result
+
+
+def check_arguments(model: Any, ep_size: int, group: Any, a2a: str, precision: str, target: str | None, disable: Sequence[str]) -> tuple[Options, Ranks | None]:
+    """The options, resolved; every bad value raises here."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"moefx.optimize expects a torch.nn.Module, got {type(model).__name__}")
+    if model.__dict__.get(CONSUMED_KEY):
+        raise ConsumedError("this model was consumed by optimize(..., inplace=True); use what that call returned")
+    if REPORT_KEY in model.__dict__ or swap.swapped(model):
+        raise ValueError("the model is already optimised by moefx; pass the original model")
+    check_ep_size(ep_size)
+    check_choice("a2a", a2a, A2A)
+    check_choice("precision", precision, PRECISIONS)
+    if target is not None:
+        check_choice("target", target, TARGETS)
+    from moefx.kernels.registry import KERNELS
+
+    for name in [disable] if isinstance(disable, str) else disable:
+        check_choice("disable", name, (*PASSES, *(k.name for k in KERNELS)))
+    ranks = _ranks(group, ep_size)
+    disabled = (disable,) if isinstance(disable, str) else tuple(disable)
+    options = Options(ep_size, resolve_a2a(a2a, ep_size, ranks is not None), precision, target or target_of(model), disabled, ranks is not None)
+    return options, ranks
+
+
+def _ranks(group: Any, ep_size: int) -> Ranks | None:
+    from moefx import parallel
+
+    return parallel.ranks(group, ep_size)
+
+
+def target_of(model: nn.Module) -> str:
+    """The target the model's device stands for."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type != "cuda":
+        return "cpu"
+    if torch.version.hip:
+        return "gfx950" if "gfx950" in torch.cuda.get_device_properties(device).gcnArchName else "gfx942"
+    return "sm100" if torch.cuda.get_device_capability(device)[0] >= 10 else "sm90"
+
+
+def trace_layers(model: nn.Module, options: Options) -> list[LayerRecord]:
+    """The records `plan` shows for a module: traced and decided, nothing executed."""
+    records = []
+    for candidate in discover.find(model):
+        traced = trace(candidate, options, None, execute=False)
+        if isinstance(traced, LayerRecord):
+            records.append(traced)
+            continue
+        decision = decide(traced.layer, options)
+        records.append(LayerRecord(candidate.name, decision.kernel is not None, traced.routed.form, decision.reason, traced.layer, decision,
+                                   rounding=traced.routed.rounding, opaque_reason=traced.routed.opaque_reason))
+    return records
+
+
+def _example_calls(model: nn.Module, candidates: Sequence[Candidate], example_inputs: Any) -> dict[str, dict[str, Any]]:
+    """What each block is called with when the model runs on the example inputs."""
+    import inspect
+
+    found: dict[str, dict[str, Any]] = {}
+    handles = []
+    for candidate in candidates:
+        signature = inspect.signature(type(candidate.module).forward)
+
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = candidate.name, signature: Any = signature) -> None:
+            bound = signature.bind(module, *args, **kwargs)
+            found.setdefault(name, dict(list(bound.arguments.items())[1:]))
+
+        handles.append(candidate.module.register_forward_pre_hook(keep, with_kwargs=True))
+    args, kwargs = ((), example_inputs) if isinstance(example_inputs, Mapping) else (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,), {})
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except Exception as error:
+        raise ValueError(f"the model does not run on example_inputs: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _rewrite(model: nn.Module, result: nn.Module, candidate: Candidate, options: Options, ranks: Ranks | None, example: Mapping[str, Any] | None, verify: bool) -> LayerRecord:
+    started = time.perf_counter()
+    traced = trace(candidate, options, example, execute=True)
+    if isinstance(traced, LayerRecord):
+        return traced
+    decision = decide(traced.layer, options)
+    record = LayerRecord(candidate.name, False, traced.routed.form, decision.reason, traced.layer, decision, rounding=traced.routed.rounding,
+                         opaque_reason=traced.routed.opaque_reason, before=str(traced.capture.graph.graph))
+    if decision.kernel is None:
+        return record
+    block = result.get_submodule(candidate.name)
+    lowered = lower(traced, decision, options, ranks)
+    record.after = str(lowered.graph.graph)
+    forward = build_forward(block, traced, lowered)
+    if verify:
+        record.check = _check(candidate.module, block, traced, decision, options, ranks, forward)
+        if not record.check["passed"]:
+            record.reason = f"the check failed: relative error {record.check['relative_error']:.1e}, allowed {record.check['tolerance']:.0e}; the block stays as it was"
+            record.seconds = time.perf_counter() - started
+            return record
+    if lowered.local is not None:
+        _keep_own_weights(block, lowered)
+    block.__dict__["forward"] = forward
+    record.rewritten = True
+    record.packed_bytes = forward.pack.new_bytes() if forward.pack is not None else 0
+    record.seconds = time.perf_counter() - started
+    return record
+
+
+def build_forward(block: nn.Module, traced: Traced, lowered: Lowered) -> swap.BlockForward:
+    """The block's new forward over its own parameters."""
+    graph = lowered.graph.graph
+    weights = [swap.WeightRef(block, n.meta["weight"]) for n in graph.nodes if n.op == "placeholder" and "weight" in n.meta]
+    pack = None
+    if lowered.hoisted.pack is not None:
+        pack = swap.Pack(swap.stripped(lowered.hoisted.pack), [swap.WeightRef(block, s) for s in lowered.hoisted.sources])
+    c = traced.capture
+    return swap.BlockForward(block, swap.stripped(lowered.graph), weights, pack, c.names, c.constants, c.inputs, c.flat_outputs, c.out_spec, lowered.local is not None)
+
+
+def _check(original: nn.Module, block: nn.Module, traced: Traced, decision: Any, options: Options, ranks: Ranks | None, forward: swap.BlockForward) -> dict[str, Any]:
+    """The block as it was against its new forward; a lossy kernel against its reference with the same quantisation."""
+    started = time.perf_counter()
+    generator = torch.Generator().manual_seed(1)
+    tolerance = TOLERANCE.get(getattr(torch, traced.layer.dtype), 3e-2)
+    absolute = relative = distance = 0.0
+    wanted = None
+    if decision.kernel.lossy:
+        wanted = build_forward(block, traced, lower(traced, decision, options, ranks, reference=True))
+        tolerance = max(tolerance, TOLERANCE[torch.bfloat16])
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for inputs in block_inputs(list(traced.capture.inputs.values()), traced.routed.experts, traced.routed.top_k, generator):
+            arguments = dict(zip(traced.capture.inputs, inputs, strict=True)) | dict(traced.capture.constants)
+            got, was = forward(**arguments), type(original).forward(original, **arguments)
+            want = was if wanted is None else wanted(**arguments)
+            a, r = outputs_differ(got, want)
+            absolute, relative = max(absolute, a), max(relative, r)
+            distance = max(distance, outputs_differ(got, was)[1])
+    passed = relative <= tolerance
+    if ranks is not None:
+        from moefx import parallel
+
+        passed = parallel.all_agree(passed, ranks.group_name)
+    return {"ran": True, "passed": passed, "max_abs_error": absolute, "relative_error": relative, "tolerance": tolerance, "distance_to_original": distance,
+            "seconds": round(time.perf_counter() - started, 3)}
+
+
+def _keep_own_weights(block: nn.Module, lowered: Lowered) -> None:
+    """In a process group: the parameters of other ranks' experts go, stacked ones keep this rank's rows."""
+    assert lowered.local is not None
+    for name, (begin, end) in lowered.local.rows.items():
+        ref = swap.WeightRef(block, name)
+        ref.owner._parameters[ref.name] = nn.Parameter(ref().detach()[begin:end].clone(), requires_grad=False)
+    for name in lowered.local.dropped:
+        ref = swap.WeightRef(block, name)
+        if ref.name in ref.owner._parameters:
+            ref.owner._parameters[ref.name] = None
+    block.register_state_dict_post_hook(swap.note_expert_ranges(lowered.local.rows))

@@ -1,0 +1,181 @@
+"""What happened to each layer, for people and for programs."""
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+import moefx
+from moefx.decision import Decision
+from moefx.layer import Layer
+from moefx.options import Options
+
+REPORT_KEY = "_moefx_report"
+
+
+@dataclass
+class LayerRecord:
+    """One layer. `layer` and `decision` are None where the trace did not get that far; `check` is the design's object.
+
+    `packed_bytes`: memory taken by repacked weights beside the model's own; `before`/`after`: graph text.
+    """
+
+    name: str
+    rewritten: bool
+    form: str | None = None
+    reason: str | None = None
+    layer: Layer | None = None
+    decision: Decision | None = None
+    check: dict[str, Any] = field(default_factory=lambda: {"ran": False})
+    rounding: str | None = None
+    opaque_reason: str | None = None
+    seconds: float = 0.0
+    packed_bytes: int = 0
+    before: str = ""
+    after: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        layer, decision = self.layer, self.decision
+        found: dict[str, Any] = {"name": self.name, "rewritten": self.rewritten, "form": self.form, "reason": self.reason}
+        if layer is None:
+            return {**found, "dims": {}, "activation": {}, "experts": {"kernel": None, "candidates": []}, "shared_expert": {"present": False}, "check": self.check}
+        experts = decision.E if decision else layer.E_total
+        found["dims"] = {"E_total": layer.E_total, "E": experts, "D": layer.D, "G": layer.D // 128, "H": layer.H, "K": layer.K}
+        found["activation"] = {**layer.activation.to_json(), "rounding": self.rounding, "opaque_reason": self.opaque_reason}
+        found["experts"] = decision.experts_json() if decision else {"kernel": None, "candidates": []}
+        shared = layer.shared
+        found["shared_expert"] = {
+            "present": shared is not None,
+            "gate": shared.gate if shared else None,
+            "placement": decision.placement if decision and shared else None,
+            "reason": decision.placement_reason if decision and shared else None,
+        }
+        found |= {"check": self.check, "seconds": round(self.seconds, 3), "packed_bytes": self.packed_bytes, "count": layer.count, "dtype": layer.dtype}
+        if decision and decision.warnings:
+            found["warnings"] = list(decision.warnings)
+        return found
+
+
+class Report:
+    """`.layers` and `.skipped` as the JSON has them, `.to_text()`, `.to_json()`, `.to_html(path)`."""
+
+    def __init__(self, options: Options, records: Sequence[LayerRecord], skipped: Sequence[dict[str, str]] = (), title: str = ""):
+        self.options, self.records, self.title = options, list(records), title
+        self.skipped = [dict(s) for s in skipped]
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        return [r.to_json() for r in self.records]
+
+    def to_dict(self) -> dict[str, Any]:
+        o = self.options
+        return {"moefx": moefx.__version__, "model": self.title, "target": o.target, "ep_size": o.ep_size, "a2a": o.a2a, "precision": o.precision,
+                "layers": self.layers, "skipped": self.skipped}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_text(self, width: int = 140) -> str:
+        """A table with one row for each kind of layer, then what stood in the way of better kernels."""
+        from rich.console import Console
+
+        buffer = io.StringIO()
+        console = Console(file=buffer, width=width, force_terminal=False)
+        console.print(_table(self))
+        for line in _notes(self):
+            console.print(line, highlight=False, soft_wrap=False)
+        return buffer.getvalue()
+
+    def to_html(self, path: str) -> None:
+        from moefx.html import page
+
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page([self]))
+
+
+def _table(report: Report) -> Any:
+    from rich.table import Table
+
+    o = report.options
+    table = Table(title=f"moefx: {report.title or 'model'} | target {o.target}, ep_size {o.ep_size}, a2a {o.a2a}, precision {o.precision}", title_justify="left")
+    for column in ("layers", "form", "E", "D", "H", "K", "activation", "kernel", "shared expert", "check"):
+        table.add_column(column)
+    for count, record in _folded(report.records):
+        j = record.to_json()
+        if record.layer is None or not record.rewritten and record.decision is None:
+            table.add_row(str(count), record.form or "-", "", "", "", "", "", "left alone", "", "")
+            continue
+        layer = record.layer
+        table.add_row(str(count), layer.form, f"{j['dims']['E']} of {layer.E_total}", str(layer.D), str(layer.H), str(layer.K), _activation(record),
+                      (j["experts"]["kernel"] or "-") if record.rewritten else "left alone", _shared(j), _check(record))
+    return table
+
+
+def _folded(records: Sequence[LayerRecord]) -> list[tuple[int, LayerRecord]]:
+    kinds: dict[str, tuple[int, LayerRecord]] = {}
+    for record in records:
+        j = record.to_json()
+        key = json.dumps({k: j[k] for k in ("rewritten", "form", "reason", "dims", "activation", "experts", "shared_expert")}, sort_keys=True)
+        count, first = kinds.get(key, (0, record))
+        kinds[key] = (count + (record.layer.count if record.layer else 1), first)
+    return list(kinds.values())
+
+
+def _activation(record: LayerRecord) -> str:
+    assert record.layer is not None
+    a = record.layer.activation
+    limit = f" {a.clamp}-clamp {a.limit:g}" if a.limit is not None else ""
+    return f"{a.kind}{limit}, {a.columns}"
+
+
+def _shared(j: dict[str, Any]) -> str:
+    s = j["shared_expert"]
+    if not s["present"]:
+        return "none"
+    return f"{s['placement']}{', sigmoid gate' if s['gate'] else ''}"
+
+
+def _check(record: LayerRecord) -> str:
+    c = record.check
+    if not c.get("ran"):
+        return "not run"
+    return f"error {c['max_abs_error']:.1e}, relative {c['relative_error']:.1e} (allowed {c['tolerance']:.0e})"
+
+
+def _notes(report: Report) -> list[str]:
+    lines: list[str] = []
+    for _, record in _folded(report.records):
+        name = record.name or "(the module itself)"
+        if record.reason:
+            lines.append(f"{name}: {record.reason}")
+        if record.opaque_reason:
+            lines.append(f"{name}: activation kept as it was: {record.opaque_reason}")
+        if record.decision is None:
+            continue
+        for outcome in record.decision.candidates:
+            failed = outcome.first_failure()
+            if failed is not None:
+                sides = f": {failed.lhs} vs {failed.rhs}" if failed.lhs is not None else ""
+                lines.append(f"{name}: {outcome.kernel} {failed.status} by {failed.text}{sides}" + (f" ({failed.why})" if failed.why else ""))
+        if record.decision.placement == "unfused" and record.decision.placement_reason:
+            lines.append(f"{name}: shared expert unfused: {record.decision.placement_reason}")
+        lines += [f"{name}: warning: {w}" for w in record.decision.warnings]
+    lines += [f"{s['name']}: skipped: {s['reason']}" for s in report.skipped]
+    packed = sum(r.packed_bytes for r in report.records)
+    if packed:
+        lines.append(f"repacked weights: {packed / 2**20:.1f} MiB beside the model's own")
+    return list(dict.fromkeys(lines))
+
+
+def report(model: nn.Module) -> Report:
+    """The report of a model that `optimize` returned; TypeError for what is no module, ValueError for one that was not optimised."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"report expects a torch.nn.Module, got {type(model).__name__}")
+    found = model.__dict__.get(REPORT_KEY) or getattr(getattr(model, "_orig_mod", None), "__dict__", {}).get(REPORT_KEY)
+    if found is None:
+        raise ValueError("this model was not optimised by moefx; pass what moefx.optimize(model) returned")
+    return found

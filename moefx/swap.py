@@ -1,0 +1,172 @@
+"""Give a block its rewritten forward, and copy a model without copying its tensors.
+
+The block, its submodules, parameters and hooks stay; only the instance's `forward` is new (`block.__dict__["forward"]`). It reads the
+parameters from their modules at each call, so `.to()`, `load_state_dict` and in-place changes are seen; what was packed from them is
+packed again when they changed.
+"""
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from moefx._compat import router_logits_wanted
+
+
+def copy_sharing_tensors(model: nn.Module) -> nn.Module:
+    """A new tree of the same classes over the same parameters and buffers (ties kept, bound methods rebound)."""
+    memo: dict[int, Any] = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    return copy.deepcopy(model, memo)
+
+
+class WeightRef:
+    """A parameter or buffer by its module's dict and its name: what it is now, not what it was."""
+
+    def __init__(self, block: nn.Module, qualified: str):
+        path, _, self.name = qualified.rpartition(".")
+        self.owner = block.get_submodule(path)
+
+    def __call__(self) -> torch.Tensor:
+        found = self.owner._parameters.get(self.name)
+        if found is None:
+            found = self.owner._buffers[self.name]
+        assert found is not None
+        return found
+
+
+class Pack:
+    """Tensors computed from weights, kept until a weight changes (identity, version or storage).
+
+    A change through `.data` or numpy that bumps no version is not seen: call `moefx.swap.invalidate(model)` after such a write.
+    """
+
+    def __init__(self, function: fx.GraphModule, sources: Sequence[WeightRef]):
+        self.function = function
+        self.sources = list(sources)
+        self._key: tuple[Any, ...] | None = None
+        self._packed: tuple[torch.Tensor, ...] = ()
+
+    def __call__(self) -> tuple[torch.Tensor, ...]:
+        tensors = [s() for s in self.sources]
+        key = tuple([(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors])
+        if key != self._key:
+            with torch.no_grad():
+                self._packed = self.function(*tensors)
+            self._key = key
+        return self._packed
+
+    def invalidate(self) -> None:
+        self._key, self._packed = None, ()
+
+    def new_bytes(self) -> int:
+        """Bytes of packed tensors that are no views of the weights."""
+        own = {t.untyped_storage().data_ptr() for t in (s() for s in self.sources)}
+        fresh = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self() if p.untyped_storage().data_ptr() not in own}
+        return sum(fresh.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_key": None, "_packed": ()}
+
+
+class BlockForward:
+    """The rewritten forward of one block.
+
+    Calls that the trace does not cover (another dtype, device or rank, other optional arguments, gradients wanted, a collector of router
+    logits) run the class's own forward; the first such call of a kind warns with the reason.
+    """
+
+    def __init__(self, block: nn.Module, module: fx.GraphModule, refs: Sequence[WeightRef], pack: Pack | None, names: tuple[str, ...],
+                 constants: Mapping[str, Any], example: Mapping[str, torch.Tensor], flat_outputs: tuple[Any, ...], out_spec: pytree.TreeSpec,
+                 sharded: bool = False):
+        self.block, self.module, self.refs, self.pack = block, module, list(refs), pack
+        self.names, self.constants = names, dict(constants)
+        self.kinds = {n: (t.dtype, t.dim(), t.shape[-1] if t.is_floating_point() else None) for n, t in example.items()}
+        self.flat_outputs, self.out_spec = flat_outputs, out_spec
+        self.single = flat_outputs == (None,) and out_spec.is_leaf()
+        self.sharded = sharded
+        self.calls_left_alone: dict[str, int] = {}
+        self.__signature__ = inspect.signature(type(block).forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        values = self._bind(args, kwargs)
+        inputs = [values[n] for n in self.names if n in self.kinds] if values is not None else []
+        reason = "extra arguments" if values is None else self._uncovered(values, inputs)
+        if reason is not None:
+            return self._as_it_was(reason, args, kwargs)
+        weights = [ref() for ref in self.refs]
+        packed = self.pack() if self.pack is not None else ()
+        outputs = self.module(*weights, *packed, *inputs)
+        if self.single:
+            return outputs[0]
+        left = iter(outputs)
+        return pytree.tree_unflatten([next(left) if const is None else const[1] for const in self.flat_outputs], self.out_spec)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        if len(args) > len(self.names) or any(k not in self.names for k in kwargs):
+            return None
+        values = dict(self.constants)
+        values.update(zip(self.names, args, strict=False))
+        values.update(kwargs)
+        return values
+
+    def _uncovered(self, values: dict[str, Any], inputs: list[Any]) -> str | None:
+        for name, constant in self.constants.items():
+            if values[name] is not constant and values[name] != constant:
+                return f"argument {name!r} differs from the traced one"
+        device = self.refs[0]().device if self.refs else None
+        for name, tensor in zip((n for n in self.names if n in self.kinds), inputs, strict=True):
+            dtype, rank, width = self.kinds[name]
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.dim() != rank or (width is not None and tensor.shape[-1] != width):
+                return f"argument {name!r} differs from the traced {str(dtype).removeprefix('torch.')} tensor of rank {rank}"
+            if device is not None and tensor.device != device:
+                return f"argument {name!r} is on another device than the weights"
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and (any(t.requires_grad for t in inputs) or any(r().requires_grad for r in self._all_refs())):
+            return "gradients are on and moefx has no backward (use torch.no_grad() or torch.inference_mode())"
+        return "router logits are collected" if router_logits_wanted() else None
+
+    def _all_refs(self) -> list[WeightRef]:
+        return self.refs + (self.pack.sources if self.pack is not None else [])
+
+    def _as_it_was(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.sharded:
+            raise RuntimeError(f"this call needs the block as it was ({reason}), but this process keeps only its own experts")
+        if reason not in self.calls_left_alone and not reason.startswith("router logits"):
+            warnings.warn(f"moefx: {type(self.block).__name__} ran as it was: {reason}", stacklevel=3)
+        self.calls_left_alone[reason] = self.calls_left_alone.get(reason, 0) + 1
+        return type(self.block).forward(self.block, *args, **kwargs)
+
+
+def swapped(model: nn.Module) -> list[tuple[str, BlockForward]]:
+    """(name, forward) of every rewritten block."""
+    return [(n, f) for n, m in model.named_modules() if isinstance(f := m.__dict__.get("forward"), BlockForward)]
+
+
+def invalidate(model: nn.Module) -> None:
+    """Forget every pack: the next call packs again. Needed only after writes that torch does not count (`.data`, numpy)."""
+    for _, forward in swapped(model):
+        if forward.pack is not None:
+            forward.pack.invalidate()
+
+
+def stripped(module: fx.GraphModule) -> fx.GraphModule:
+    """The same module over a graph without metadata, so that it pickles and deep-copies."""
+    new = fx.Graph()
+    new.output(new.graph_copy(module.graph, {}))
+    attributes = {n.target: getattr(module, str(n.target)) for n in new.nodes if n.op == "get_attr"}
+    return fx.GraphModule(attributes, new)
+
+
+def note_expert_ranges(ranges: Mapping[str, tuple[int, int]]) -> Any:
+    """A state_dict hook that writes the global expert range [first, end) of every sharded parameter into `state_dict._metadata`."""
+
+    def hook(module: nn.Module, state: Any, prefix: str, local: Any) -> None:
+        del module, local
+        state._metadata.setdefault(prefix.removesuffix("."), {})["moefx_expert_ranges"] = {prefix + n: r for n, r in ranges.items()}
+
+    return hook
