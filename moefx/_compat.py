@@ -1,8 +1,17 @@
 """Private and version-dependent imports of torch and transformers, in one place."""
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
+from collections.abc import Iterator
 from typing import Any
+
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["ShapeEnv", "quiet_export_logs", "router_logits_wanted", "without_fake_mode"]
 
 
 def router_logits_wanted() -> bool:
@@ -11,3 +20,25 @@ def router_logits_wanted() -> bool:
     if capturing is None:
         return False
     return "router_logits" in (capturing._active_collector.get() or ())
+
+
+@contextlib.contextmanager
+def without_fake_mode() -> Iterator[None]:
+    """Real tensors inside a trace."""
+    with unset_fake_temporarily(), _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def quiet_export_logs() -> Iterator[None]:
+    """Export's own error logs off: a trace that fails is an answer here, and its text goes into the report."""
+    names = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch.fx.experimental.recording", "torch._subclasses.fake_tensor")
+    loggers = [logging.getLogger(n) for n in names]
+    before = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

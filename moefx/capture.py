@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
+
+from moefx._compat import quiet_export_logs
 
 aten = torch.ops.aten
 
@@ -45,10 +47,10 @@ class Capture:
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)    # the example tensors
 
 
-def capture(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_experts: int | None = None, top_k: int | None = None) -> Capture:
+def capture(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_experts: int | None = None) -> Capture:
     """Trace `block(*args, **kwargs)`; raises CaptureError with the reason when no way of tracing works.
 
-    `num_experts` and `top_k`, when known, let loops over experts be made total (`moefx.loops`).
+    `num_experts`, when known, lets loops over experts be made total (`moefx.loops`).
     """
     bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs)
     bound.apply_defaults()
@@ -64,7 +66,7 @@ def capture(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(constant)):
             raise CaptureError(f"argument {name!r} holds tensors inside a {type(constant).__name__}, which moefx does not trace")
     dynamic = {n: _dynamic_dims(v) if n in tensors else None for n, v in values.items()}
-    program = _export(block, values, dynamic, num_experts, top_k)
+    program = _export(block, values, dynamic, num_experts)
     return _from_program(program, names, constants, tensors)
 
 
@@ -74,22 +76,23 @@ def _dynamic_dims(tensor: torch.Tensor) -> dict[int, Any]:
     return {d: Dim.DYNAMIC for d in range(last)}
 
 
-def _export(block: nn.Module, values: dict[str, Any], dynamic: dict[str, Any], num_experts: int | None, top_k: int | None) -> ExportedProgram:
+def _export(block: nn.Module, values: dict[str, Any], dynamic: dict[str, Any], num_experts: int | None) -> ExportedProgram:
     from moefx.loops import PortableGroupedMm, UntraceableError, export_total
 
-    with torch.no_grad(), grouped_experts(block):
+    known = torch.export.default_decompositions()
+    table = {op: known[op] for op in _OPEN_UP if op in known}
+    with torch.no_grad(), grouped_experts(block), quiet_export_logs():
         try:
             with PortableGroupedMm():
-                program = torch.export.export(block, (), values, dynamic_shapes=dynamic, strict=False)
+                return torch.export.export(block, (), values, dynamic_shapes=dynamic, strict=False).run_decompositions(table)
         except Exception as error:  # noqa: BLE001  export raises nearly every type there is; all mean "not traceable this way"
             if num_experts is None:
                 raise CaptureError(f"torch.export: {first_line(error)}") from error
-            try:
-                program = export_total(block, (), values, num_experts=num_experts, top_k=top_k, dynamic_shapes=dynamic)
-            except UntraceableError as why:
-                raise CaptureError(f"torch.export: {first_line(error)}; with the expert loop made total: {first_line(why)}") from why
-        known = torch.export.default_decompositions()
-        return program.run_decompositions({op: known[op] for op in _OPEN_UP if op in known})
+            plain = first_line(error)
+        try:
+            return export_total(block, values, num_experts=num_experts, dynamic_shapes=dynamic, table=table)
+        except UntraceableError as why:
+            raise CaptureError(f"torch.export: {plain}; with the expert loop made total: {first_line(why)}") from why
 
 
 def first_line(error: BaseException) -> str:
@@ -153,13 +156,3 @@ def _to_attribute(node: fx.Node, constant: torch.Tensor, attributes: dict[str, A
 
 def _first_call(graph: fx.Graph) -> fx.Node:
     return next(n for n in graph.nodes if n.op != "placeholder")
-
-
-def example_hidden(hidden: int, dtype: torch.dtype, device: torch.device, rank: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Random hidden states [2, 7, hidden] (rank 3) or [14, hidden] (rank 2)."""
-    sizes = (2, 7, hidden) if rank == 3 else (14, hidden)
-    return torch.randn(sizes, generator=generator, dtype=torch.float32).to(device=device, dtype=dtype)
-
-
-def flat_tensors(values: Sequence[Any]) -> list[torch.Tensor]:
-    return [v for v in values if isinstance(v, torch.Tensor)]

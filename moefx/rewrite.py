@@ -84,7 +84,7 @@ def _capture(candidate: Candidate, example: Mapping[str, Any] | None) -> Capture
     for rank in (3, 2) if example is None else (0,):
         try:
             values = example if example is not None else example_arguments(candidate, rank, device)
-            return capture(candidate.module, (), values, candidate.experts, candidate.top_k)
+            return capture(candidate.module, (), values, candidate.experts)
         except (CaptureError, ValueError) as error:
             reasons.append(str(error))
     return reasons[0]
