@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import sys
 from collections.abc import Iterator
@@ -31,14 +32,11 @@ def without_fake_mode() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_export_logs() -> Iterator[None]:
-    """Export's own error logs off: a trace that fails is an answer here, and its text goes into the report."""
-    names = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch.fx.experimental.recording", "torch._subclasses.fake_tensor")
-    loggers = [logging.getLogger(n) for n in names]
-    before = [logger.level for logger in loggers]
+    """Export's own error logs and prints off: a trace that fails is an answer here, and its text goes into the report."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)

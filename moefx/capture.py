@@ -65,15 +65,33 @@ def capture(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     for name, constant in constants.items():
         if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(constant)):
             raise CaptureError(f"argument {name!r} holds tensors inside a {type(constant).__name__}, which moefx does not trace")
-    dynamic = {n: _dynamic_dims(v) if n in tensors else None for n, v in values.items()}
+    dynamic = _dynamic_dims(values)
     program = _export(block, values, dynamic, num_experts)
     return _from_program(program, names, constants, tensors)
 
 
-def _dynamic_dims(tensor: torch.Tensor) -> dict[int, Any]:
-    """Token dims: every dim of an integer tensor (ids, masks), all but the last of a floating one (hidden states)."""
-    last = tensor.dim() - (1 if tensor.is_floating_point() else 0)
-    return {d: Dim.DYNAMIC for d in range(last)}
+def _dynamic_dims(values: Mapping[str, Any]) -> dict[str, dict[int, Any] | None]:
+    """Token dims: every dim of an integer tensor (ids, masks), all but the last of a floating one (hidden states).
+
+    Tensors with the same leading sizes share them by name, so that token ids and hidden states have provably as many tokens.
+    """
+    leads = {n: tuple(v.shape[: v.dim() - (1 if v.is_floating_point() else 0)]) for n, v in values.items() if isinstance(v, torch.Tensor)}
+    if len(leads) == 1:
+        return {n: dict.fromkeys(range(len(leads[n])), Dim.DYNAMIC) if n in leads else None for n in values}
+    known: dict[int, Any] = {}
+    found: dict[str, dict[int, Any] | None] = {}
+    for name in values:
+        if name not in leads:
+            found[name] = None
+            continue
+        found[name] = {d: known.setdefault(size, Dim(f"tokens_{size}")) for d, size in enumerate(leads[name]) if _is_lead(size, leads)}
+    return found
+
+
+def _is_lead(size: int, leads: Mapping[str, tuple[int, ...]]) -> bool:
+    """A size that leads some tensor's shape is a number of tokens; what only follows (top-k) is not."""
+    first = next(iter(leads.values()))
+    return size in first
 
 
 def _export(block: nn.Module, values: dict[str, Any], dynamic: dict[str, Any], num_experts: int | None) -> ExportedProgram:
@@ -84,7 +102,7 @@ def _export(block: nn.Module, values: dict[str, Any], dynamic: dict[str, Any], n
     with torch.no_grad(), grouped_experts(block), quiet_export_logs():
         try:
             with PortableGroupedMm():
-                return torch.export.export(block, (), values, dynamic_shapes=dynamic, strict=False).run_decompositions(table)
+                return torch.export.export(block, tuple(values.values()), dynamic_shapes=tuple(dynamic.values()), strict=False).run_decompositions(table)
         except Exception as error:  # noqa: BLE001  export raises nearly every type there is; all mean "not traceable this way"
             if num_experts is None:
                 raise CaptureError(f"torch.export: {first_line(error)}") from error

@@ -85,9 +85,11 @@ def _with_router(module: nn.Module, experts: int, modules: dict[str, nn.Module],
 
 
 def _has_router(node: nn.Module, experts_module: nn.Module, experts: int) -> bool:
-    inside = {id(p) for p in experts_module.parameters()} if node is not experts_module else set()
-    for parameter in node.parameters():
-        if id(parameter) not in inside and parameter.dim() == 2 and experts in parameter.shape and parameter.shape[0] != parameter.shape[1]:
+    """A matrix with E rows or columns outside the experts; beside stacked experts one in a submodule (a bias is [E, .] too), or so named."""
+    own = {id(p) for p in experts_module.parameters(recurse=node is not experts_module)}
+    for name, parameter in node.named_parameters():
+        named = "router" in name or name in ("gate", "gate_weight", "wg")
+        if parameter.dim() == 2 and experts in parameter.shape and (id(parameter) not in own or named):
             return True
     return False
 
@@ -138,16 +140,14 @@ def example_arguments(candidate: Candidate, rank: int, device: torch.device) -> 
             made[parameter.name] = torch.rand(14, candidate.experts, device=device).topk(min(candidate.top_k or 2, candidate.experts)).indices
         elif parameter.name in ("top_k_weights", "topk_weights", "routing_weights"):
             made[parameter.name] = torch.rand(14, min(candidate.top_k or 2, candidate.experts), device=device).to(candidate.dtype)
-        elif parameter.name == "input_ids" and _reads_token_ids(candidate.module):
+        elif parameter.name == "input_ids":
             made[parameter.name] = torch.randint(0, _vocabulary(candidate.module), lead, device=device)
         elif parameter.default is parameter.empty:
             raise ValueError(f"its forward also takes {parameter.name!r}; pass example_inputs")
     return made
 
 
-def _reads_token_ids(block: nn.Module) -> bool:
-    return any(not b.is_floating_point() and b.dim() == 2 for m in block.modules() for b in [*m._buffers.values(), *m._parameters.values()] if b is not None)
-
-
 def _vocabulary(block: nn.Module) -> int:
-    return max(b.shape[0] for m in block.modules() for b in [*m._buffers.values(), *m._parameters.values()] if b is not None and not b.is_floating_point() and b.dim() == 2)
+    """Rows of the block's token table, 2 when it has none."""
+    tables = [b for m in block.modules() for b in [*m._buffers.values(), *m._parameters.values()] if b is not None and not b.is_floating_point() and b.dim() == 2]
+    return max((t.shape[0] for t in tables), default=2)

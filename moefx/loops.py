@@ -57,7 +57,7 @@ assume_rows = ops.define("assume_rows(Tensor x, SymInt rows) -> Tensor", _assume
 
 
 def export_total(block: nn.Module, values: dict[str, Any], *, num_experts: int, dynamic_shapes: dict[str, Any], table: dict[Any, Any]) -> ExportedProgram:
-    """The block on keyword `values` as one functional graph, total over `num_experts`, decomposed by `table`.
+    """The block on `values` (its forward parameters in order) as one functional graph, total over `num_experts`, decomposed by `table`.
 
     UntraceableError when the trace fails or its assumptions do not hold for every input.
     """
@@ -65,7 +65,7 @@ def export_total(block: nn.Module, values: dict[str, Any], *, num_experts: int, 
     big = {n: _with_many_rows(v, dynamic_shapes.get(n)) for n, v in values.items()}
     try:
         with torch.no_grad(), _hinted_sizes(audit), quiet_export_logs(), PortableGroupedMm(), _AllExperts(num_experts):
-            program = torch.export.export(block, (), big, dynamic_shapes=dynamic_shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True)
+            program = torch.export.export(block, tuple(big.values()), dynamic_shapes=tuple(dynamic_shapes.values()), strict=False, prefer_deferred_runtime_asserts_over_guards=True)
             program = program.run_decompositions(table)
     except UntraceableError:
         raise

@@ -38,11 +38,18 @@ def run(graph: fx.Graph, routed: Raised, shared: RaisedShared) -> fx.Node:
         newb2 = _slot_bias(graph, b2, [_unsqueeze(graph, sb2, like) if sb2 is not None and j == 0 else None for j in range(slots)], slot2, like)
         node = insert(graph, ops.experts, (x, new_ids, new_weights, new13, newb13, new2, newb2, code), like)
         other = join.args[1] if _comes_from(join.args[0], shared.node) else join.args[0]
-        routed.node.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node)
-        join.replace_all_uses_with(node if other is routed.node else other)  # type: ignore[arg-type]
+        result = _replay_views(graph, other, routed.node, node, like)
+    join.replace_all_uses_with(result)
     graph.eliminate_dead_code()
     graph.lint()
     return node
+
+
+def _replay_views(graph: fx.Graph, end: Any, start: fx.Node, new: fx.Node, like: fx.Node) -> fx.Node:
+    """The views that led from `start` to `end`, on `new`."""
+    if end is start:
+        return new
+    return insert(graph, end.target, (_replay_views(graph, end.args[0], start, new, like), *end.args[1:]), like, dict(end.kwargs))
 
 
 def _comes_from(node: Any, source: fx.Node) -> bool:

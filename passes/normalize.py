@@ -1,7 +1,7 @@
 """Drop what computes nothing, so that every later pass sees one spelling.
 
     %c = aten._to_copy(%x, dtype=float32)   # x is float32 already       ->   %x
-    %v = aten.view(aten.view(%x, [-1, 64]), [-1, 64])                    ->   one view of %x
+    %v = aten.view(aten.view(%x, [-1, 64]), [-1, 64])                    ->   aten.reshape(%x, [-1, 64])
     %d = aten.detach(%x), alias, clone, contiguous, dropout(p, False)    ->   %x
     %m = aten.mul(%x, 1.0)                                               ->   %x
     _assert_*, sym_constrain_*                                           ->   gone
@@ -18,7 +18,7 @@ from moefx.graph import aten, is_call, same_size, shape, value
 
 _ASSERTS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 _SAME = frozenset({aten.alias.default, aten.detach.default, aten.clone.default, aten.contiguous.default})
-_RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default})
+_RESHAPES = frozenset({aten.reshape.default, aten.expand.default})
 _CASTS = frozenset({aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other})
 _PURE_EXCEPT = ("rand", "dropout", "empty", "bernoulli", "multinomial", "item", "nonzero", "sym_constrain")
 
@@ -27,6 +27,8 @@ def run(graph: fx.Graph) -> None:
     """Rewrite `graph` in place; its values stay the same at every output."""
     _drop_asserts(graph)
     for node in list(graph.nodes):
+        if is_call(node, {aten.view.default, aten._unsafe_view.default}):
+            node.target = aten.reshape.default
         source = _same_as(node)
         if source is not None:
             node.replace_all_uses_with(source)
@@ -61,7 +63,7 @@ def _same_as(node: fx.Node) -> fx.Node | None:
     if is_call(node, _RESHAPES):
         if _same_shape(source, node):
             return source
-        inner = source.args[0] if is_call(source, {aten.view.default, aten.reshape.default}) else None
+        inner = source.args[0] if is_call(source, {aten.reshape.default}) else None
         if inner is not None and not is_call(node, {aten.expand.default}):
             if _same_shape(inner, node):
                 return inner
