@@ -1,10 +1,11 @@
 """Every kernel, in order of preference. A new one is a file in this folder and a line here."""
 from __future__ import annotations
 
-from moefx.kernels import grouped_mm
+from moefx.kernels import fp8_fallback, grouped_mm
 from moefx.kernels.base import Kernel
+from moefx.kernels.jit_ep import kernel as jit_ep
 
-KERNELS: tuple[Kernel, ...] = (grouped_mm.KERNEL,)
+KERNELS: tuple[Kernel, ...] = (jit_ep.KERNEL, fp8_fallback.KERNEL, grouped_mm.KERNEL)
 
 
 def by_name(name: str) -> Kernel:

@@ -22,8 +22,8 @@ def run(graph: fx.Graph, nodes: list[fx.Node], kernel: Kernel, reference: bool =
             pack = insert(graph, kernel.pack, (w13, b13, w2, b2, activation), node)
             values = pack.meta["val"]
             parts = [insert(graph, operator.getitem, (pack, i), node) if v is not None else None for i, v in enumerate(values)]
-            call = kernel.reference if reference else kernel.op
-            new = insert(graph, call, (x, ids, weights, *parts, activation, first), node)
+            new = graph.call_function(kernel.reference if reference else kernel.op, (x, ids, weights, *parts, activation, first))
+            new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     graph.eliminate_dead_code()
