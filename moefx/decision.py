@@ -52,6 +52,8 @@ def decide(layer: Layer, options: Options) -> Decision:
         elif chosen is None and plain.status == "proved":
             chosen = kernel, False, _refusal(fused) if fused is not None else unfused
     warnings = _warnings(options)
+    if chosen is not None and options.precision != "preserve" and not chosen[0].lossy:
+        warnings += (f"no kernel for precision {options.precision!r} holds on {options.target}: {chosen[0].name} runs in the model's own precision",)
     if chosen is None:
         reason = "no kernel holds: " + "; ".join(_refusal(o) or "" for o in outcomes) if outcomes else "every kernel is disabled"
         return Decision(None, reason, "unfused" if layer.shared else None, 0, None, tuple(outcomes), experts, warnings)

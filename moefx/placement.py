@@ -26,8 +26,9 @@ def why_unfused(layer: Layer, options: Options) -> str | None:
     if shared.bias and not layer.bias:
         return "the shared expert has a bias and the routed experts have none"
     if options.a2a in PER_RANK_SLOT and options.ep_size > 1:
-        return (f"a2a={options.a2a!r} has one physical shared slot on every rank, the model one global shared expert: "
-                f"({layer.E_total} + {slots(layer)} - {options.ep_size}) % {options.ep_size} == 0 fails or would count it {options.ep_size} times")
+        count, ep = slots(layer), options.ep_size
+        return (f"a2a={options.a2a!r} has one physical shared slot on every rank, {ep} in all, and the model {count} global: "
+                f"({layer.E_total} + {count} - {ep}) % {ep} = {(layer.E_total + count - ep) % ep}, not 0")
     return None
 
 

@@ -1,0 +1,6 @@
+"""`python -m moefx`."""
+import sys
+
+from moefx.cli import main
+
+sys.exit(main())
