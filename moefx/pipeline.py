@@ -166,7 +166,7 @@ def _rewrite(model: nn.Module, result: nn.Module, candidate: Candidate, options:
             record.seconds = time.perf_counter() - started
             return record
     if lowered.local is not None:
-        _keep_own_weights(block, lowered)
+        _keep_own_weights(block, lowered, forward)
     block.__dict__["forward"] = forward
     record.rewritten = True
     record.packed_bytes = forward.pack.new_bytes() if forward.pack is not None else 0
@@ -177,10 +177,11 @@ def _rewrite(model: nn.Module, result: nn.Module, candidate: Candidate, options:
 def build_forward(block: nn.Module, traced: Traced, lowered: Lowered) -> swap.BlockForward:
     """The block's new forward over its own parameters."""
     graph = lowered.graph.graph
-    weights = [swap.WeightRef(block, n.meta["weight"]) for n in graph.nodes if n.op == "placeholder" and "weight" in n.meta]
+    rows = lowered.local.rows if lowered.local is not None else {}
+    weights = [swap.WeightRef(block, w, rows.get(w)) for w in (n.meta["weight"] for n in graph.nodes if n.op == "placeholder" and "weight" in n.meta)]
     pack = None
     if lowered.hoisted.pack is not None:
-        pack = swap.Pack(swap.stripped(lowered.hoisted.pack), [swap.WeightRef(block, s) for s in lowered.hoisted.sources])
+        pack = swap.Pack(swap.stripped(lowered.hoisted.pack), [swap.WeightRef(block, s, rows.get(s)) for s in lowered.hoisted.sources])
     c = traced.capture
     return swap.BlockForward(block, swap.stripped(lowered.graph), weights, pack, c.names, c.constants, c.inputs, c.flat_outputs, c.out_spec, lowered.local is not None)
 
@@ -213,7 +214,7 @@ def _check(original: nn.Module, block: nn.Module, traced: Traced, decision: Any,
             "seconds": round(time.perf_counter() - started, 3)}
 
 
-def _keep_own_weights(block: nn.Module, lowered: Lowered) -> None:
+def _keep_own_weights(block: nn.Module, lowered: Lowered, forward: swap.BlockForward) -> None:
     """In a process group: the parameters of other ranks' experts go, stacked ones keep this rank's rows."""
     assert lowered.local is not None
     for name, (begin, end) in lowered.local.rows.items():
@@ -223,4 +224,6 @@ def _keep_own_weights(block: nn.Module, lowered: Lowered) -> None:
         ref = swap.WeightRef(block, name)
         if ref.name in ref.owner._parameters:
             ref.owner._parameters[ref.name] = None
+    for ref in forward.all_refs():
+        ref.rows = None
     block.register_state_dict_post_hook(swap.note_expert_ranges(lowered.local.rows))

@@ -26,18 +26,22 @@ def copy_sharing_tensors(model: nn.Module) -> nn.Module:
 
 
 class WeightRef:
-    """A parameter or buffer by its module's dict and its name: what it is now, not what it was."""
+    """A parameter or buffer by its module's dict and its name: what it is now, not what it was.
 
-    def __init__(self, block: nn.Module, qualified: str):
+    `rows`: the [first, end) of it that is meant, until the parameter itself holds only those.
+    """
+
+    def __init__(self, block: nn.Module, qualified: str, rows: tuple[int, int] | None = None):
         path, _, self.name = qualified.rpartition(".")
         self.owner = block.get_submodule(path)
+        self.rows = rows
 
     def __call__(self) -> torch.Tensor:
         found = self.owner._parameters.get(self.name)
         if found is None:
             found = self.owner._buffers[self.name]
         assert found is not None
-        return found
+        return found if self.rows is None else found[self.rows[0] : self.rows[1]]
 
 
 class Pack:
@@ -126,11 +130,11 @@ class BlockForward:
                 return f"argument {name!r} differs from the traced {str(dtype).removeprefix('torch.')} tensor of rank {rank}"
             if device is not None and tensor.device != device:
                 return f"argument {name!r} is on another device than the weights"
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and (any(t.requires_grad for t in inputs) or any(r().requires_grad for r in self._all_refs())):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and (any(t.requires_grad for t in inputs) or any(r().requires_grad for r in self.all_refs())):
             return "gradients are on and moefx has no backward (use torch.no_grad() or torch.inference_mode())"
         return "router logits are collected" if router_logits_wanted() else None
 
-    def _all_refs(self) -> list[WeightRef]:
+    def all_refs(self) -> list[WeightRef]:
         return self.refs + (self.pack.sources if self.pack is not None else [])
 
     def _as_it_was(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
