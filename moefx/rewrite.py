@@ -74,7 +74,7 @@ def trace(candidate: Candidate, options: Options, example: Mapping[str, Any] | N
         return LayerRecord(candidate.name, False, form="opaque", reason=reason, seconds=time.perf_counter() - started, before=before)
     routed = raised[0]
     shared = raise_shared_expert.run(graph, routed) if "raise_shared_expert" not in options.disable else None
-    return Traced(captured, routed, shared, _layer(candidate.name, routed, shared))
+    return Traced(captured, routed, shared, layer_of(candidate.name, routed, shared))
 
 
 def _capture(candidate: Candidate, example: Mapping[str, Any] | None) -> Capture | str:
@@ -90,7 +90,8 @@ def _capture(candidate: Candidate, example: Mapping[str, Any] | None) -> Capture
     return reasons[0]
 
 
-def _layer(name: str, routed: Raised, shared: RaisedShared | None) -> Layer:
+def layer_of(name: str, routed: Raised, shared: RaisedShared | None) -> Layer:
+    """The raised block as the plan sees it."""
     node = routed.node
     weight = node.args[3] if routed.opaque_reason is None else next(n for n in node.graph.nodes if "expert_linear" in str(n.target)).args[2]
     format_ = str(dtype(weight)).removeprefix("torch.")  # type: ignore[arg-type]

@@ -12,19 +12,29 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from moefx.graph import extract, shape
+from moefx.graph import extract, numel, shape
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest allowed error of a token's output row, relative to the row's largest value (or the batch's mean row, if that is larger)."""
 
 
-def routings(experts: int, top_k: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """ids [T, K], distinct within a token: none, one token, every expert at least once, all the same, one expert left out."""
+def routings(experts: int, top_k: int, generator: torch.Generator, tokens: int | None = None) -> Iterator[torch.Tensor]:
+    """ids [T, K], distinct within a token: none, one token, every expert at least once, all the same, one expert left out.
+
+    With `tokens`, for a trace of a fixed number of tokens: tables of that many rows, enough of them to reach every expert.
+    """
+    if tokens is not None:
+        order = torch.randperm(experts, generator=generator)
+        for start in range(0, experts, max(1, tokens * top_k)):
+            yield order[(start + torch.arange(tokens * top_k)) % experts].view(tokens, top_k)
+        yield torch.arange(top_k).expand(tokens, top_k).contiguous()
+        yield _distinct(tokens, experts, top_k, generator)
+        return
     yield torch.empty(0, top_k, dtype=torch.int64)
     yield _distinct(1, experts, top_k, generator)
-    tokens = max(33, 2 * -(-experts // top_k) + 3)
-    covering = (torch.arange(tokens * top_k) % experts).view(tokens, top_k)
-    yield covering[torch.randperm(tokens, generator=generator)] if top_k <= experts else covering
+    count = max(33, 2 * -(-experts // top_k) + 3)
+    covering = (torch.arange(count * top_k) % experts).view(count, top_k)
+    yield covering[torch.randperm(count, generator=generator)]
     yield torch.arange(top_k).expand(37, top_k).contiguous()
     if experts > top_k:
         without = _distinct(29, experts - 1, top_k, generator)
@@ -75,7 +85,8 @@ def region_differs(graph: fx.Graph, cut: Any, new: fx.Node, layer: Any, tensors:
     generator = torch.Generator().manual_seed(0)
     device = old_weights[0].device
     first = max(new_weights, key=torch.Tensor.numel)
-    for ids in routings(layer.experts, layer.top_k, generator):
+    fixed = numel((shape(cut.x) or ())[:-1])
+    for ids in routings(layer.experts, layer.top_k, generator, fixed if isinstance(fixed, int) else None):
         x = _example(cut.x, hidden_states(ids.shape[0], _facing(first, layer.hidden), layer.activation.limit, generator))
         weights = torch.rand(ids.shape, generator=generator, dtype=torch.float32) + 0.1
         arguments = [x.to(device=device, dtype=cut.x.meta["val"].dtype), _reshape(cut.ids, ids).to(device=device, dtype=cut.ids.meta["val"].dtype),
