@@ -1,4 +1,5 @@
 """What a kernel family declares next to its code."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

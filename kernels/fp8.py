@@ -4,6 +4,7 @@ scale = max(amax, 1e-10) / 448 and q = e4m3(x / scale), so that the largest valu
 is a power of two, rounded UP, stored as its biased exponent in one byte; four groups share an int32, the first in the lowest byte.
 Ragged edges (sizes that are no multiples of 128) get a block of their own.
 """
+
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,5 @@
 """What the FP8 kernels share: packing expert weights to 128x128 blocks, and their plain reference without any layout."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

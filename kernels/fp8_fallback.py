@@ -2,6 +2,7 @@
 
 Any named activation, any sizes, biases. The clamp of the model is applied here as everywhere; it is never assumed away.
 """
+
 from __future__ import annotations
 
 import torch

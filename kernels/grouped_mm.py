@@ -1,8 +1,9 @@
 """Grouped GEMMs in the model's own precision: the default, and the last resort of every precision.
 
-Rows are sorted by expert once; each expert that was hit is two GEMMs over its slice of the rows and of the weights, which are taken as
-they are (transposed views too). On CUDA with bf16 the two GEMMs are `torch.nn.functional.grouped_mm`.
+Rows are sorted by expert once. Then either both products are one `torch.nn.functional.grouped_mm` each (CUDA; a CPU in bf16 with few rows
+an expert), or each expert that was hit is two GEMMs over its slice of the rows. Weights are taken as they are, transposed views too.
 """
+
 from __future__ import annotations
 
 import torch
@@ -13,27 +14,31 @@ from moefx.activation.spec import Activation
 from moefx.contract import Contract, Predicate
 from moefx.kernels.base import Kernel, as_given
 
+LOOP_ROWS = 32  # rows an expert from which one GEMM per expert is quicker on a CPU than torch's grouped GEMM
 
-def _experts_grouped_mm(x, ids, weights, w13, b13, w2, b2, activation, first=0):
+
+def _on_cpu(x, ids, weights, w13, b13, w2, b2, activation, first=0):
+    if ids.numel() == 0:
+        return x.new_zeros(x.shape[0], w2.shape[1])
+    if x.dtype == torch.bfloat16 and ids.numel() < LOOP_ROWS * w13.shape[0] and _aligned(w13) and _aligned(w2):
+        return _grouped(x, ids, weights, w13, b13, w2, b2, activation, first)
+    return _one_by_one(x, ids, weights, w13, b13, w2, b2, activation, first)
+
+
+def _aligned(weight: torch.Tensor) -> bool:
+    """torch's grouped GEMM wants strides of 16 bytes."""
+    return all(s == 1 or s * weight.element_size() % 16 == 0 for s in weight.stride()) and weight.data_ptr() % 16 == 0
+
+
+def _one_by_one(x, ids, weights, w13, b13, w2, b2, activation, first):
     tokens, top_k = ids.shape
-    count, hidden = w13.shape[0], w2.shape[1]
     act = Activation.decode(activation)
     wide = torch.promote_types(torch.promote_types(x.dtype, weights.dtype), torch.float32)
-    if tokens == 0:
-        return x.new_zeros(0, hidden)
-    order, bounds = _sort(ids, first, count)
+    order, bounds = _sort(ids, first, w13.shape[0])
     token = torch.div(order, top_k, rounding_mode="floor")
-    scale = weights.reshape(-1).to(wide)
-    if tokens == 1:
-        out = torch.zeros(hidden, dtype=wide)
-        for e, (begin, end) in _hit(bounds):
-            h = act(F.linear(x, w13[e], None if b13 is None else b13[e]))
-            y = F.linear(h, w2[e], None if b2 is None else b2[e])
-            out.add_(y[0] * scale[order[begin:end]].sum())
-        return out.to(x.dtype).unsqueeze(0)
-    rows = x.index_select(0, token)
-    out = torch.zeros(tokens, hidden, dtype=wide)
-    for e, (begin, end) in _hit(bounds):
+    rows, scale = x.index_select(0, token), weights.reshape(-1).to(wide)
+    out = torch.zeros(tokens, w2.shape[1], dtype=wide)
+    for e, begin, end in _hit(bounds):
         h = act(F.linear(rows[begin:end], w13[e], None if b13 is None else b13[e]))
         y = F.linear(h, w2[e], None if b2 is None else b2[e])
         out.index_add_(0, token[begin:end], y.to(wide) * scale[order[begin:end], None])
@@ -49,10 +54,10 @@ def _sort(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, list
 
 
 def _hit(bounds: list[int]):
-    return [(e, (b, bounds[e + 1])) for e, b in enumerate(bounds[:-1]) if bounds[e + 1] > b]
+    return [(e, b, bounds[e + 1]) for e, b in enumerate(bounds[:-1]) if bounds[e + 1] > b]
 
 
-def _experts_grouped_mm_cuda(x, ids, weights, w13, b13, w2, b2, activation, first=0):
+def _grouped(x, ids, weights, w13, b13, w2, b2, activation, first=0):
     tokens, top_k = ids.shape
     count = w13.shape[0]
     flat = ids.reshape(-1) - first
@@ -89,7 +94,7 @@ KERNEL = Kernel(
         targets=("cpu", "sm90", "sm100", "gfx942", "gfx950"),
     ),
     pack=as_given,
-    op=ops.define(_SCHEMA, _experts_grouped_mm, _fake, device="CPU"),
+    op=ops.define(_SCHEMA, _on_cpu, _fake, device="CPU"),
     reference=ops.experts,
 )
-ops.implement("experts_grouped_mm", _experts_grouped_mm_cuda, "CUDA")
+ops.implement("experts_grouped_mm", _grouped, "CUDA")

@@ -3,6 +3,7 @@
 N is the number of tokens rounded up to 128: no expert has more rows than there are tokens, a GEMM tile never reaches the next expert, and
 the sum of `masked_m` never exceeds N * K.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -54,7 +55,9 @@ def combine(y: torch.Tensor, weights: torch.Tensor, at: Layout) -> torch.Tensor:
     return out.index_add_(0, torch.div(at.pair, top_k, rounding_mode="floor"), rows).to(y.dtype)
 
 
-def gemm(a: torch.Tensor, a_scales: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, masked_m: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def gemm(
+    a: torch.Tensor, a_scales: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, masked_m: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """Masked FP8 GEMM: a e4m3 [E, M, K] with scales [E, M, ceil(K/128)], w e4m3 [E, N, K] with block scales -> [E, M, N] in `dtype`.
 
     fp32 accumulation of the dequantised operands; rows past masked_m are zero.

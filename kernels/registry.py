@@ -1,4 +1,5 @@
 """Every kernel, in order of preference. A new one is a file in this folder and a line here."""
+
 from __future__ import annotations
 
 from moefx.kernels import fp8_fallback, grouped_mm

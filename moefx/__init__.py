@@ -3,6 +3,7 @@
 The public names load on first use, so that `import moefx` stays light (torch imports it for TORCH_LOGS and to list backends). No module
 is named like one of them: importing it would hide the function.
 """
+
 from __future__ import annotations
 
 import importlib

@@ -1,4 +1,5 @@
 """`python -m moefx`."""
+
 import sys
 
 from moefx.cli import main

@@ -1,4 +1,5 @@
 """Private and version-dependent imports of torch and transformers, in one place."""
+
 from __future__ import annotations
 
 import contextlib

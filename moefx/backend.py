@@ -4,6 +4,7 @@ Each mixture-of-experts block of the graph Dynamo traced is cut out before autog
 raised, planned and lowered, and put back. What is not rewritten goes to Inductor as it was. Weights are graph inputs here and are not
 repacked: a layer that needs packed weights is left alone with that reason (use `moefx.optimize` first, then torch.compile).
 """
+
 from __future__ import annotations
 
 import weakref
@@ -27,14 +28,20 @@ RECORDS: list[tuple[Any, Options, LayerRecord]] = []
 _UNPACKED = "weights are not repacked inside torch.compile; call moefx.optimize(model) first and compile its result"
 
 
-def moefx_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def moefx_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
     """The backend; `options` are those of `moefx.optimize` named in ALLOWED, ValueError for any other."""
     from torch._inductor.compile_fx import compile_fx
 
     if mode is not None:
         raise ValueError(f"backend 'moefx' takes options, not mode={mode!r}; use options={{...}} with {', '.join(ALLOWED)}")
     found = _options(options or {}, example_inputs)
-    tensors = {n.name: t for n, t in zip((n for n in gm.graph.nodes if n.op == "placeholder"), example_inputs, strict=False) if isinstance(t, torch.Tensor)}
+    tensors = {
+        n.name: t
+        for n, t in zip((n for n in gm.graph.nodes if n.op == "placeholder"), example_inputs, strict=False)
+        if isinstance(t, torch.Tensor)
+    }
     return compile_fx(gm, list(example_inputs), config_patches={"pre_grad_custom_pass": _pass(found, tensors)})
 
 
@@ -42,7 +49,12 @@ def _options(given: Mapping[str, Any], inputs: Sequence[Any]) -> Options:
     unknown = sorted(set(given) - set(ALLOWED))
     if unknown:
         raise ValueError(f"backend 'moefx' has no option {', '.join(map(repr, unknown))}; the options are {', '.join(ALLOWED)}")
-    ep_size, a2a, precision, target = given.get("ep_size", 1), given.get("a2a", "auto"), given.get("precision", "preserve"), given.get("target")
+    ep_size, a2a, precision, target = (
+        given.get("ep_size", 1),
+        given.get("a2a", "auto"),
+        given.get("precision", "preserve"),
+        given.get("target"),
+    )
     check_ep_size(ep_size)
     check_choice("a2a", a2a, A2A)
     check_choice("precision", precision, PRECISIONS)
@@ -72,7 +84,9 @@ def _pass(options: Options, tensors: dict[str, torch.Tensor]) -> Any:
 def rewrite(graph: fx.Graph, options: Options, tensors: dict[str, torch.Tensor]) -> None:
     """Rewrite every mixture-of-experts block of a pre-autograd graph in place, and note each in RECORDS."""
     for name, nodes in _regions(graph):
-        weights = [i for n in nodes for i in n.all_input_nodes if i.op == "placeholder" and isinstance(tensors.get(i.name), torch.nn.Parameter)]
+        weights = [
+            i for n in nodes for i in n.all_input_nodes if i.op == "placeholder" and isinstance(tensors.get(i.name), torch.nn.Parameter)
+        ]
         if torch.is_grad_enabled() and any(tensors[w.name].requires_grad for w in weights):
             record = LayerRecord(name, False, reason="the graph needs gradients and moefx has no backward")
         else:
@@ -116,7 +130,11 @@ def _rewrite_region(graph: fx.Graph, name: str, nodes: list[fx.Node], options: O
     try:
         traced, kept = _retrace(graph, nodes, inputs, outputs)
     except (RuntimeError, ValueError, KeyError, AssertionError) as error:
-        return LayerRecord(name, False, reason=f"the block could not be traced again: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return LayerRecord(
+            name,
+            False,
+            reason=f"the block could not be traced again: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        )
     for placeholder, source in kept.items():
         if isinstance(tensors.get(source.name), torch.nn.Parameter):
             placeholder.meta["weight"] = source.name
@@ -128,7 +146,9 @@ def _rewrite_region(graph: fx.Graph, name: str, nodes: list[fx.Node], options: O
     shared = raise_shared_expert.run(small, raised[0])
     layer = replace(layer_of(name, raised[0], shared), shared_why_unfused=_UNPACKED)
     decision = decide(layer, options)
-    record = LayerRecord(name, False, raised[0].form, decision.reason, layer, decision, rounding=raised[0].rounding, opaque_reason=raised[0].opaque_reason)
+    record = LayerRecord(
+        name, False, raised[0].form, decision.reason, layer, decision, rounding=raised[0].rounding, opaque_reason=raised[0].opaque_reason
+    )
     if decision.kernel is None:
         return record
     if raised[0].opaque_reason is None:
@@ -146,7 +166,7 @@ def _is_view(node: fx.Node) -> bool:
     while not is_weight(node):
         if node.target not in (aten.transpose.int, aten.slice.Tensor, aten.t.default, aten.permute.default, aten.reshape.default):
             return False
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return True
 
 
@@ -160,7 +180,9 @@ def _later(graph: fx.Graph, node: fx.Node, first: fx.Node) -> bool:
     return False
 
 
-def _retrace(graph: fx.Graph, nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+def _retrace(
+    graph: fx.Graph, nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]
+) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     """The block in functional ATen, and which outer node each of its placeholders stands for."""
     from torch._functorch.aot_autograd import aot_export_module
 
@@ -193,9 +215,8 @@ def _splice(graph: fx.Graph, small: fx.Graph, kept: dict[fx.Node, fx.Node], outp
                 mapping[node].meta["example_value"] = node.meta.get("val")
     graph.erase_node(point)
     result = next(n for n in small.nodes if n.op == "output").args[0]
-    for old, new in zip(outputs, result, strict=True):  # type: ignore[arg-type]
+    for old, new in zip(outputs, result, strict=True):
         for user in users[old]:
             user.replace_input_with(old, mapping[new] if isinstance(new, fx.Node) else new)
     graph.eliminate_dead_code()
     graph.lint()
-

@@ -4,6 +4,7 @@ The module stays as it is: the trace runs on fake tensors, and what it switches 
 is put back. The graph's parameters and buffers are placeholders that carry their qualified name (`node.meta["weight"]`), its user
 inputs placeholders in the order of `Capture.names`.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +23,14 @@ from moefx._compat import quiet_export_logs
 
 aten = torch.ops.aten
 
-_OPEN_UP = (aten.einsum.default, aten.matmul.default, aten.chunk.default, aten.tensor_split.sections, aten.unflatten.int, aten.inner.default)
+_OPEN_UP = (
+    aten.einsum.default,
+    aten.matmul.default,
+    aten.chunk.default,
+    aten.tensor_split.sections,
+    aten.unflatten.int,
+    aten.inner.default,
+)
 """Composite ops that hide a GEMM or a column map: taken apart so that one set of passes sees them."""
 
 
@@ -43,8 +51,8 @@ class Capture:
     names: tuple[str, ...]
     constants: Mapping[str, Any]
     out_spec: pytree.TreeSpec
-    flat_outputs: tuple[Any, ...]          # per flat output: None for the next graph output, or ("const", value)
-    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)    # the example tensors
+    flat_outputs: tuple[Any, ...]  # per flat output: None for the next graph output, or ("const", value)
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the example tensors
 
 
 def capture(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_experts: int | None = None) -> Capture:
@@ -102,7 +110,9 @@ def _export(block: nn.Module, values: dict[str, Any], dynamic: dict[str, Any], n
     with torch.no_grad(), grouped_experts(block), quiet_export_logs():
         try:
             with PortableGroupedMm():
-                return torch.export.export(block, tuple(values.values()), dynamic_shapes=tuple(dynamic.values()), strict=False).run_decompositions(table)
+                return torch.export.export(
+                    block, tuple(values.values()), dynamic_shapes=tuple(dynamic.values()), strict=False
+                ).run_decompositions(table)
         except Exception as error:  # noqa: BLE001  export raises nearly every type there is; all mean "not traceable this way"
             if num_experts is None:
                 raise CaptureError(f"torch.export: {first_line(error)}") from error
@@ -151,7 +161,10 @@ def _from_program(program: ExportedProgram, names: tuple[str, ...], constants: d
     for name in user:
         if name in placeholders and not placeholders[name].users and not isinstance(placeholders[name].meta.get("val"), torch.Tensor):
             graph.erase_node(placeholders[name])
-    flat = tuple(("const", s.arg.value) if not isinstance(getattr(s.arg, "name", None), str) or hasattr(s.arg, "value") else None for s in signature.output_specs)
+    flat = tuple(
+        ("const", s.arg.value) if not isinstance(getattr(s.arg, "name", None), str) or hasattr(s.arg, "value") else None
+        for s in signature.output_specs
+    )
     output = next(n for n in graph.nodes if n.op == "output")
     output.args = (tuple(a for a, const in zip(output.args[0], flat, strict=True) if const is None),)
     out_spec = program.call_spec.out_spec

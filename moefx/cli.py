@@ -1,4 +1,5 @@
 """Command line: `moefx plan MODEL`, `moefx doctor`. Mistakes of the user's are one line on stderr and exit code 2."""
+
 from __future__ import annotations
 
 import argparse
@@ -13,7 +14,11 @@ from moefx.options import A2A, PRECISIONS, TARGETS
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moefx", description="A graph compiler for mixture-of-experts models in PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
-    plan = commands.add_parser("plan", help="what moefx would do with a model, and why", description="Which kernel each MoE layer gets, decided by proof, without weights or hardware.")
+    plan = commands.add_parser(
+        "plan",
+        help="what moefx would do with a model, and why",
+        description="Which kernel each MoE layer gets, decided by proof, without weights or hardware.",
+    )
     plan.add_argument("model", nargs="?", help="a built-in name, a config.json or a checkpoint folder")
     plan.add_argument("--list", action="store_true", help="list the built-in names with the source of their sizes")
     plan.add_argument("--ep-size", default="1", help="expert-parallel ranks; several (1,2,4) print a matrix")
@@ -87,6 +92,13 @@ def _print_matrix(reports: Sequence) -> None:
             refused = next((o for o in record.decision.candidates if o.first_failure()), None) if record.decision else None
             failed = refused.first_failure() if refused else None
             why = f"{refused.kernel}: {failed.text} ({failed.lhs} vs {failed.rhs})" if refused and failed else ""
-            table.add_row(report.options.target, str(report.options.ep_size), report.options.a2a, str(j["dims"]["E"]), j["experts"]["kernel"] or "left alone",
-                          shared["placement"] if shared["present"] else "none", why)
+            table.add_row(
+                report.options.target,
+                str(report.options.ep_size),
+                report.options.a2a,
+                str(j["dims"]["E"]),
+                j["experts"]["kernel"] or "left alone",
+                shared["placement"] if shared["present"] else "none",
+                why,
+            )
     Console().print(table)

@@ -8,6 +8,7 @@ facts dtype, weight_format, activation, clamp, columns, bias, target, precision.
 - guarded: decided at run time by a guard moefx inserted;
 - unknown: neither could be shown; `needs` says what would decide it.
 """
+
 from __future__ import annotations
 
 import ast
@@ -17,7 +18,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DIMS = ("T", "N", "K", "H", "D", "E", "E_total", "G", "S", "ep_size")
-CATEGORIES = ("dtype", "weight_format", "activation", "clamp", "columns", "bias", "target", "precision", "shared_activation", "same_weight_format")
+CATEGORIES = (
+    "dtype",
+    "weight_format",
+    "activation",
+    "clamp",
+    "columns",
+    "bias",
+    "target",
+    "precision",
+    "shared_activation",
+    "same_weight_format",
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,12 @@ class Outcome:
         return next((p for p in self.predicates if p.status in ("refuted", "unknown")), None)
 
     def to_json(self) -> dict[str, Any]:
-        return {"kernel": self.kernel, "status": self.status, "predicates": [p.to_json() for p in self.predicates], "value_checks": list(self.value_checks)}
+        return {
+            "kernel": self.kernel,
+            "status": self.status,
+            "predicates": [p.to_json() for p in self.predicates],
+            "value_checks": list(self.value_checks),
+        }
 
 
 @dataclass(frozen=True)
@@ -122,8 +139,33 @@ def _shown(value: Any) -> Any:
     return f"{value.minimum}..{upper}" + (f" in steps of {value.multiple_of}" if value.multiple_of > 1 else "")
 
 
-_NODES = (ast.BoolOp, ast.And, ast.Or, ast.Compare, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.UnaryOp, ast.USub, ast.Not, ast.Name,
-          ast.Load, ast.Constant, ast.Tuple, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn)
+_NODES = (
+    ast.BoolOp,
+    ast.And,
+    ast.Or,
+    ast.Compare,
+    ast.BinOp,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.FloorDiv,
+    ast.Mod,
+    ast.UnaryOp,
+    ast.USub,
+    ast.Not,
+    ast.Name,
+    ast.Load,
+    ast.Constant,
+    ast.Tuple,
+    ast.Eq,
+    ast.NotEq,
+    ast.Lt,
+    ast.LtE,
+    ast.Gt,
+    ast.GtE,
+    ast.In,
+    ast.NotIn,
+)
 
 
 def _check(tree: ast.expr, text: str) -> None:
@@ -142,7 +184,10 @@ def _truth(tree: ast.expr, values: Mapping[str, Any]) -> bool:
 def _sides(tree: ast.expr, values: Mapping[str, Any]) -> tuple[int | None, int | None]:
     if not isinstance(tree, ast.Compare) or len(tree.ops) != 1 or isinstance(tree.ops[0], (ast.In, ast.NotIn)):
         return None, None
-    sides = [eval(compile(ast.Expression(e), "<predicate>", "eval"), {"__builtins__": {}}, dict(values)) for e in (tree.left, tree.comparators[0])]  # noqa: S307
+    sides = [
+        eval(compile(ast.Expression(e), "<predicate>", "eval"), {"__builtins__": {}}, dict(values))
+        for e in (tree.left, tree.comparators[0])
+    ]  # noqa: S307
     return (sides[0], sides[1]) if all(isinstance(s, int) and not isinstance(s, bool) for s in sides) else (None, None)
 
 
@@ -196,8 +241,13 @@ def _to_sympy(tree: ast.expr, values: Mapping[str, Any]) -> Any:
         return -_to_sympy(tree.operand, values)
     assert isinstance(tree, ast.BinOp)
     a, b = _to_sympy(tree.left, values), _to_sympy(tree.right, values)
-    operations = {ast.Add: lambda: a + b, ast.Sub: lambda: a - b, ast.Mult: lambda: a * b, ast.FloorDiv: lambda: FloorDiv(sympy.expand(a), b),
-                  ast.Mod: lambda: Mod(sympy.expand(a), b)}
+    operations = {
+        ast.Add: lambda: a + b,
+        ast.Sub: lambda: a - b,
+        ast.Mult: lambda: a * b,
+        ast.FloorDiv: lambda: FloorDiv(sympy.expand(a), b),
+        ast.Mod: lambda: Mod(sympy.expand(a), b),
+    }
     return operations[type(tree.op)]()
 
 
@@ -210,5 +260,10 @@ def _holds(op: ast.cmpop, a: Any, b: Any) -> bool:
         return difference == 0
     if isinstance(op, ast.NotEq):
         return bool(difference.is_positive or difference.is_negative)
-    facts = {ast.GtE: difference.is_nonnegative, ast.Gt: difference.is_positive, ast.LtE: difference.is_nonpositive, ast.Lt: difference.is_negative}
+    facts = {
+        ast.GtE: difference.is_nonnegative,
+        ast.Gt: difference.is_positive,
+        ast.LtE: difference.is_nonpositive,
+        ast.Lt: difference.is_negative,
+    }
     return bool(facts.get(type(op)))

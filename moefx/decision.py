@@ -1,4 +1,5 @@
 """Choose the kernel and the placement of the shared expert together, from contracts alone."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from moefx.layer import Layer
 from moefx.options import Options
 from moefx.placement import slots, why_unfused
 
-MASKED_ROWS = 128    # rows per expert in the masked layout are padded to a multiple of this (the GEMM's tile on a GPU)
+MASKED_ROWS = 128  # rows per expert in the masked layout are padded to a multiple of this (the GEMM's tile on a GPU)
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,19 @@ def decide(layer: Layer, options: Options) -> Decision:
             chosen = kernel, False, _refusal(fused) if fused is not None else unfused
     warnings = _warnings(options)
     if chosen is not None and options.precision != "preserve" and not chosen[0].lossy:
-        warnings += (f"no kernel for precision {options.precision!r} holds on {options.target}: {chosen[0].name} runs in the model's own precision",)
+        warnings += (
+            f"no kernel for precision {options.precision!r} holds on {options.target}: {chosen[0].name} runs in the model's own precision",
+        )
     if chosen is None:
         reason = "no kernel holds: " + "; ".join(_refusal(o) or "" for o in outcomes) if outcomes else "every kernel is disabled"
         return Decision(None, reason, "unfused" if layer.shared else None, 0, None, tuple(outcomes), experts, warnings)
     kernel, fuse, why = chosen
     placement = None if layer.shared is None else "fused" if fuse else "unfused"
-    why = f"fused into {extra} slot{'s' if extra > 1 else ''}: the contract of {kernel.name} holds with E = {experts + extra}" if fuse else why
+    why = (
+        f"fused into {extra} slot{'s' if extra > 1 else ''}: the contract of {kernel.name} holds with E = {experts + extra}"
+        if fuse
+        else why
+    )
     return Decision(kernel, None, placement, extra if fuse else 0, why, tuple(outcomes), experts, warnings)
 
 
@@ -68,7 +75,9 @@ def check_divides(experts: int, ep_size: int) -> None:
         raise ValueError(f"ep_size={ep_size} is more than the {experts} routed experts; use at most {experts} ranks")
     if experts % ep_size:
         fits = [n for n in range(1, experts + 1) if experts % n == 0 and n <= 2 * ep_size]
-        raise ValueError(f"{experts} routed experts do not divide over ep_size={ep_size} ranks; ep_size could be one of {', '.join(map(str, fits))}")
+        raise ValueError(
+            f"{experts} routed experts do not divide over ep_size={ep_size} ranks; ep_size could be one of {', '.join(map(str, fits))}"
+        )
 
 
 def is_candidate(kernel: Kernel, layer: Layer, options: Options) -> bool:
@@ -79,10 +88,24 @@ def is_candidate(kernel: Kernel, layer: Layer, options: Options) -> bool:
 
 def facts(layer: Layer, options: Options, experts: int, shared_slots: int) -> dict[str, Any]:
     return {
-        "T": Range(0), "N": Range(MASKED_ROWS, None, MASKED_ROWS), "K": layer.K + shared_slots, "H": layer.H, "D": layer.D, "E": experts, "E_total": layer.E_total,
-        "G": layer.D // 128, "S": shared_slots, "ep_size": options.ep_size, "dtype": layer.dtype, "weight_format": layer.weight_format,
-        "activation": layer.activation.kind, "clamp": layer.activation.clamp, "columns": layer.activation.columns, "bias": layer.bias,
-        "target": options.target, "precision": options.precision,
+        "T": Range(0),
+        "N": Range(MASKED_ROWS, None, MASKED_ROWS),
+        "K": layer.K + shared_slots,
+        "H": layer.H,
+        "D": layer.D,
+        "E": experts,
+        "E_total": layer.E_total,
+        "G": layer.D // 128,
+        "S": shared_slots,
+        "ep_size": options.ep_size,
+        "dtype": layer.dtype,
+        "weight_format": layer.weight_format,
+        "activation": layer.activation.kind,
+        "clamp": layer.activation.clamp,
+        "columns": layer.activation.columns,
+        "bias": layer.bias,
+        "target": options.target,
+        "precision": options.precision,
     }
 
 

@@ -4,6 +4,7 @@ Experts are a stack (a 3-D parameter [E, ., .] and another with the same E in on
 two or more matrices each). The block is the smallest module around them that also holds a router: a matrix with E rows (or columns).
 A candidate costs a trace; what the trace shows decides.
 """
+
 from __future__ import annotations
 
 import inspect
@@ -32,7 +33,7 @@ def find(model: nn.Module) -> list[Candidate]:
     modules = dict(model.named_modules())
     names = {m: n for n, m in modules.items()}
     found: dict[str, Candidate] = {}
-    for name, module in modules.items():
+    for module in modules.values():
         experts = _stacked_experts(module) or _listed_experts(module)
         if experts is None:
             continue
@@ -55,7 +56,14 @@ def _stacked_experts(module: nn.Module) -> int | None:
     flat = [p for p in module.parameters(recurse=False) if p.dim() == 2]
     for attribute in ("moe_num_experts", "num_experts", "num_local_experts", "n_experts"):
         experts = getattr(module, attribute, None)
-        if isinstance(experts, int) and experts > 1 and len(flat) >= 2 and len({p.shape for p in flat}) == 1 and flat[0].shape[0] % experts == 0 and flat[0].shape[0] > experts:
+        if (
+            isinstance(experts, int)
+            and experts > 1
+            and len(flat) >= 2
+            and len({p.shape for p in flat}) == 1
+            and flat[0].shape[0] % experts == 0
+            and flat[0].shape[0] > experts
+        ):
             return experts
     return None
 
@@ -72,7 +80,9 @@ def _listed_experts(module: nn.Module) -> int | None:
     return len(children) if len(set(shapes)) == 1 and len(matrices) in (2, 3) else None
 
 
-def _with_router(module: nn.Module, experts: int, modules: dict[str, nn.Module], parents: dict[nn.Module, str], names: dict[nn.Module, str]) -> nn.Module:
+def _with_router(
+    module: nn.Module, experts: int, modules: dict[str, nn.Module], parents: dict[nn.Module, str], names: dict[nn.Module, str]
+) -> nn.Module:
     """The smallest module from `module` up that has a router and runs on hidden states; `module`'s parent when none is near."""
     node = module
     for _ in range(4):
@@ -85,7 +95,7 @@ def _with_router(module: nn.Module, experts: int, modules: dict[str, nn.Module],
 
 
 def _has_router(node: nn.Module, experts_module: nn.Module, experts: int) -> bool:
-    """A matrix with E rows or columns outside the experts; beside stacked experts one in a submodule (a bias is [E, .] too), or so named."""
+    """A matrix with E rows or columns outside the experts; beside stacked experts only in a submodule or so named (a bias is [E, .] too)."""
     own = {id(p) for p in experts_module.parameters(recurse=node is not experts_module)}
     for name, parameter in node.named_parameters():
         named = "router" in name or name in ("gate", "gate_weight", "wg")
@@ -109,7 +119,9 @@ def _hidden_size(block: nn.Module, experts: int, holder: nn.Module) -> int | Non
             if other in sizes:
                 return int(other)
     for attribute in ("hidden_size", "hidden_dim", "d_model"):
-        value = getattr(block, attribute, None) or getattr(getattr(block, "config", None), attribute, None) or getattr(holder, attribute, None)
+        value = (
+            getattr(block, attribute, None) or getattr(getattr(block, "config", None), attribute, None) or getattr(holder, attribute, None)
+        )
         if isinstance(value, int):
             return value
     return None
@@ -137,7 +149,9 @@ def example_arguments(candidate: Candidate, rank: int, device: torch.device) -> 
         if position == 0:
             made[parameter.name] = torch.randn(*lead, candidate.hidden).to(device=device, dtype=candidate.dtype)
         elif parameter.name in ("top_k_index", "topk_ids", "expert_ids", "selected_experts"):
-            made[parameter.name] = torch.rand(14, candidate.experts, device=device).topk(min(candidate.top_k or 2, candidate.experts)).indices
+            made[parameter.name] = (
+                torch.rand(14, candidate.experts, device=device).topk(min(candidate.top_k or 2, candidate.experts)).indices
+            )
         elif parameter.name in ("top_k_weights", "topk_weights", "routing_weights"):
             made[parameter.name] = torch.rand(14, min(candidate.top_k or 2, candidate.experts), device=device).to(candidate.dtype)
         elif parameter.name == "input_ids":
@@ -149,5 +163,10 @@ def example_arguments(candidate: Candidate, rank: int, device: torch.device) -> 
 
 def _vocabulary(block: nn.Module) -> int:
     """Rows of the block's token table, 2 when it has none."""
-    tables = [b for m in block.modules() for b in [*m._buffers.values(), *m._parameters.values()] if b is not None and not b.is_floating_point() and b.dim() == 2]
+    tables = [
+        b
+        for m in block.modules()
+        for b in [*m._buffers.values(), *m._parameters.values()]
+        if b is not None and not b.is_floating_point() and b.dim() == 2
+    ]
     return max((t.shape[0] for t in tables), default=2)

@@ -1,4 +1,5 @@
 """What this machine has, and which kernels that enables."""
+
 from __future__ import annotations
 
 import importlib.metadata
@@ -89,7 +90,9 @@ def _kernels(found: dict[str, Any]) -> dict[str, str]:
         where = ["this CPU (torch operations)"]
         if gpu:
             where.append("this GPU")
-        lines[kernel.name] = ", ".join(where) + ("" if kernel.name != "jit_ep" or found["triton"] != "not installed" else "; its GPU form needs triton")
+        lines[kernel.name] = ", ".join(where) + (
+            "" if kernel.name != "jit_ep" or found["triton"] != "not installed" else "; its GPU form needs triton"
+        )
     return lines
 
 

@@ -1,4 +1,5 @@
 """Failures that show only after the arguments were found valid. Bad values raise ValueError, things that are no module TypeError."""
+
 from __future__ import annotations
 
 

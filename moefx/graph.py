@@ -3,6 +3,7 @@
 A graph here is what `capture` returns: functional ATen with a FakeTensor in every `node.meta["val"]`, parameters and buffers as
 placeholders marked `node.meta["weight"] = <qualified name>`.
 """
+
 from __future__ import annotations
 
 import operator
@@ -14,11 +15,28 @@ from torch import fx
 
 aten = torch.ops.aten
 
-VIEWS = frozenset({
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
-    aten.squeeze.dims, aten.permute.default, aten.transpose.int, aten.t.default, aten.alias.default, aten.detach.default,
-    aten.contiguous.default, aten.clone.default, aten.flatten.using_ints, aten.movedim.int, aten.expand.default, aten.lift_fresh_copy.default,
-})
+VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.default,
+        aten.squeeze.dims,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.contiguous.default,
+        aten.clone.default,
+        aten.flatten.using_ints,
+        aten.movedim.int,
+        aten.expand.default,
+        aten.lift_fresh_copy.default,
+    }
+)
 """Ops that change the shape of a tensor and none of its values (`expand` repeats them)."""
 
 CASTS = frozenset({aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.type_as.default})
@@ -94,7 +112,9 @@ def through_views(node: Any, also: frozenset[Any] = frozenset()) -> Any:
     return node
 
 
-def insert(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
+def insert(
+    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, kwargs: dict[str, Any] | None = None
+) -> fx.Node:
     """A new call at the insertion point, with `like`'s stack trace and module stack and its own fake value."""
     node = graph.call_function(target, args, kwargs or {})
     for key in ("stack_trace", "nn_module_stack"):
@@ -211,5 +231,5 @@ def line_of(node: fx.Node | None) -> str:
 def getitem_source(node: fx.Node) -> tuple[fx.Node, int] | None:
     """(tuple node, position) of an `operator.getitem` on a multi-output op."""
     if node.op == "call_function" and node.target is operator.getitem:
-        return node.args[0], node.args[1]  # type: ignore[return-value]
+        return node.args[0], node.args[1]
     return None

@@ -1,4 +1,5 @@
 """A Hugging Face config (dict) -> the layers `plan` decides on. Sizes by their usual keys; what differs between families is one table."""
+
 from __future__ import annotations
 
 import json
@@ -26,7 +27,7 @@ class Family:
     alpha: float = 1.0
     beta: float = 0.0
     bias: bool = False
-    shared: str | None = None      # "sigmoid", "plain" or None
+    shared: str | None = None  # "sigmoid", "plain" or None
     shared_columns: str = "separate"
     clamp_shared: bool = True
     form: str = "grouped_mm"
@@ -37,10 +38,45 @@ _PLAIN = Family(shared="plain")
 _GATED = Family(shared="sigmoid")
 _CLAMPED = Family(shared="plain", clamp="pre", limit=10.0)
 FAMILIES: dict[str, Family] = {
-    **{n: Family() for n in ("mixtral", "minimax", "minimax_m2", "qwen3_moe", "qwen3_vl_moe", "olmoe", "flex_olmo", "phimoe", "jamba", "granitemoe", "lfm2_moe")},
+    **{
+        n: Family()
+        for n in (
+            "mixtral",
+            "minimax",
+            "minimax_m2",
+            "qwen3_moe",
+            "qwen3_vl_moe",
+            "olmoe",
+            "flex_olmo",
+            "phimoe",
+            "jamba",
+            "granitemoe",
+            "lfm2_moe",
+        )
+    },
     **{n: _GATED for n in ("qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp")},
-    **{n: _PLAIN for n in ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "dots1", "kimi_k2", "kimi_linear", "ernie4_5_moe",
-                           "hunyuan_v1_moe", "mistral4", "exaone_moe", "bailing_hybrid", "afmoe", "solar_open", "hy_v3")},
+    **{
+        n: _PLAIN
+        for n in (
+            "deepseek_v2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "dots1",
+            "kimi_k2",
+            "kimi_linear",
+            "ernie4_5_moe",
+            "hunyuan_v1_moe",
+            "mistral4",
+            "exaone_moe",
+            "bailing_hybrid",
+            "afmoe",
+            "solar_open",
+            "hy_v3",
+        )
+    },
     **{n: _CLAMPED for n in ("deepseek_v4", "glm5_next")},
     "hy_v4": Family(shared="plain", clamp="pre", limit=10.0, clamp_shared=False),
     "gpt_oss": Family("swiglu_oai", "interleaved", "pre", 7.0, 1.702, 1.0, bias=True),
@@ -58,7 +94,9 @@ def read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"{file} does not exist; pass a config.json, a checkpoint folder or a built-in name (moefx plan --list)") from error
+        raise ValueError(
+            f"{file} does not exist; pass a config.json, a checkpoint folder or a built-in name (moefx plan --list)"
+        ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is no JSON: {error}") from error
     if not isinstance(found, dict):
@@ -77,7 +115,10 @@ def layers(config: Mapping[str, Any]) -> list[Layer]:
     if not experts or experts < 2:
         return []
     if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not in moefx's table of families ({', '.join(sorted(FAMILIES))}); trace the module instead: moefx.plan(model)")
+        raise ValueError(
+            f"model_type {model_type!r} is not in moefx's table of families ({', '.join(sorted(FAMILIES))}); "
+            "trace the module instead: moefx.plan(model)"
+        )
     family = FAMILIES[model_type]
     hidden, width, top_k = _need(config, ("hidden_size",)), _need(config, _WIDTH), _need(config, _TOP_K)
     dtype = _dtype(config, outer)
@@ -86,13 +127,33 @@ def layers(config: Mapping[str, Any]) -> list[Layer]:
     limit = config.get("swiglu_limit", family.limit) if family.clamp else None
     activation = Activation(family.kind, family.columns, limit, family.clamp if limit else None, family.alpha, family.beta)
     shared = _shared(config, outer, family, activation, width, dtype, format_)
-    return [Layer(f"{model_type} layer", family.form, experts, width, hidden, top_k, activation, dtype, format_, family.bias, shared, family.why_left_alone, _count(config))]
+    return [
+        Layer(
+            f"{model_type} layer",
+            family.form,
+            experts,
+            width,
+            hidden,
+            top_k,
+            activation,
+            dtype,
+            format_,
+            family.bias,
+            shared,
+            family.why_left_alone,
+            _count(config),
+        )
+    ]
 
 
-def _shared(config: Mapping[str, Any], outer: Mapping[str, Any], family: Family, routed: Activation, width: int, dtype: str, format_: str) -> Shared | None:
+def _shared(
+    config: Mapping[str, Any], outer: Mapping[str, Any], family: Family, routed: Activation, width: int, dtype: str, format_: str
+) -> Shared | None:
     if family.shared is None:
         return None
-    own = _first(config, ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim"))
+    own = _first(
+        config, ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim")
+    )
     count = _first(config, ("n_shared_experts", "moe_num_shared_experts", "num_shared_expert", "num_shared_experts"))
     if own is None and family.shared == "plain" and not count:
         return None if not str(config.get("model_type")).startswith("llama4") else Shared(width, None, routed, dtype)
@@ -100,7 +161,14 @@ def _shared(config: Mapping[str, Any], outer: Mapping[str, Any], family: Family,
     if size == 0:
         return None
     clamped = family.clamp_shared
-    activation = Activation(routed.kind, family.shared_columns if routed.gated else "concat", routed.limit if clamped else None, routed.clamp if clamped else None, routed.alpha, routed.beta)
+    activation = Activation(
+        routed.kind,
+        family.shared_columns if routed.gated else "concat",
+        routed.limit if clamped else None,
+        routed.clamp if clamped else None,
+        routed.alpha,
+        routed.beta,
+    )
     excluded = any("shared" in str(name) for name in _quantisation(config, outer).get("modules_to_not_convert") or [])
     return Shared(size, "sigmoid" if family.shared == "sigmoid" else None, activation, dtype if excluded else format_)
 

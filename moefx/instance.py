@@ -1,4 +1,5 @@
 """From MLP motifs to mixture-of-experts instances: which motifs together are the experts of one layer, and their stacked weights."""
+
 from __future__ import annotations
 
 import operator
@@ -91,15 +92,15 @@ def _select(weight: fx.Node) -> tuple[fx.Node, int, list[fx.Node]] | None:
     node = weight
     while node.op == "call_function":
         if is_call(node, {aten.select.int}) and node.args[1] == 0 and isinstance(node.args[2], int):
-            return node.args[0], node.args[2], later[::-1]  # type: ignore[return-value]
+            return node.args[0], node.args[2], later[::-1]
         if node.target is operator.getitem and is_call(node.args[0], {aten.unbind.int}):
             source = node.args[0]
-            if len(source.args) < 2 or source.args[1] == 0:  # type: ignore[union-attr]
-                return source.args[0], node.args[1], later[::-1]  # type: ignore[union-attr,return-value]
+            if len(source.args) < 2 or source.args[1] == 0:
+                return source.args[0], node.args[1], later[::-1]
         if not is_call(node, {aten.t.default, aten.transpose.int, aten.slice.Tensor, aten.permute.default}):
             return None
         later.append(node)
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return None
 
 
@@ -134,7 +135,7 @@ def _expert_weight(graph: fx.Graph, instance: Instance, position: int, hidden: i
     if gemms[0].kind == "grouped":
         operand = gemms[0].weight
         if is_call(operand, {aten.transpose.int}):
-            return operand.args[0]  # type: ignore[return-value]
+            return operand.args[0]
         return insert(graph, aten.transpose.int, (operand, 1, 2), like)
     root, _ = stacked_root(gemms[0].weight)
     want = 2 if transposed_in == 1 else 1
@@ -181,12 +182,12 @@ def _replay(graph: fx.Graph, root: fx.Node, later: list[fx.Node], like: fx.Node)
         if is_call(view, {aten.t.default}):
             node = insert(graph, aten.transpose.int, (node, 1, rank), like)
         elif is_call(view, {aten.transpose.int}):
-            a, b = (int(d) % rank + 1 for d in view.args[1:3])  # type: ignore[call-overload]
+            a, b = (int(d) % rank + 1 for d in view.args[1:3])
             node = insert(graph, aten.transpose.int, (node, a, b), like)
         elif is_call(view, {aten.permute.default}):
-            node = insert(graph, aten.permute.default, (node, [0, *(int(d) % rank + 1 for d in view.args[1])]), like)  # type: ignore[union-attr]
+            node = insert(graph, aten.permute.default, (node, [0, *(int(d) % rank + 1 for d in view.args[1])]), like)
         else:
-            dim = int(view.args[1]) % rank + 1 if len(view.args) > 1 else 1  # type: ignore[call-overload]
+            dim = int(view.args[1]) % rank + 1 if len(view.args) > 1 else 1
             node = insert(graph, aten.slice.Tensor, (node, dim, *view.args[2:]), like)
     return node
 

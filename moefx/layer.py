@@ -1,4 +1,5 @@
 """The vocabulary between the graph side and the plan: one MoE layer as sizes, types and an activation. No tensors, no graph."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

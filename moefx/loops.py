@@ -5,6 +5,7 @@ depend on data get hints of at least 2 for the time of the trace, so that "no to
 is audited: an equality of sizes, or a size read as a number, means that the trace is not total (chunks, capacities), and is refused.
 The caller compares the result with the block itself (`moefx.verify`).
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from moefx import ops
 from moefx._compat import ShapeEnv, quiet_export_logs, without_fake_mode
 
-LEAD_2D = (317, 331)      # rows of the example: more than any hint, prime, so that no size is equal to another by chance
+LEAD_2D = (317, 331)  # rows of the example: more than any hint, prime, so that no size is equal to another by chance
 LEAD_1D = (104927,)
 
 
@@ -56,7 +57,9 @@ assume_rows = ops.define("assume_rows(Tensor x, SymInt rows) -> Tensor", _assume
 """x [rows, ..], whose number of rows the trace could not know, as itself."""
 
 
-def export_total(block: nn.Module, values: dict[str, Any], *, num_experts: int, dynamic_shapes: dict[str, Any], table: dict[Any, Any]) -> ExportedProgram:
+def export_total(
+    block: nn.Module, values: dict[str, Any], *, num_experts: int, dynamic_shapes: dict[str, Any], table: dict[Any, Any]
+) -> ExportedProgram:
     """The block on `values` (its forward parameters in order) as one functional graph, total over `num_experts`, decomposed by `table`.
 
     UntraceableError when the trace fails or its assumptions do not hold for every input.
@@ -65,7 +68,13 @@ def export_total(block: nn.Module, values: dict[str, Any], *, num_experts: int, 
     big = {n: _with_many_rows(v, dynamic_shapes.get(n)) for n, v in values.items()}
     try:
         with torch.no_grad(), _hinted_sizes(audit), quiet_export_logs(), PortableGroupedMm(), _AllExperts(num_experts):
-            program = torch.export.export(block, tuple(big.values()), dynamic_shapes=tuple(dynamic_shapes.values()), strict=False, prefer_deferred_runtime_asserts_over_guards=True)
+            program = torch.export.export(
+                block,
+                tuple(big.values()),
+                dynamic_shapes=tuple(dynamic_shapes.values()),
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
             program = program.run_decompositions(table)
     except UntraceableError:
         raise
@@ -80,7 +89,7 @@ def _with_many_rows(value: Any, dims: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not dims:
         return value
     lead = LEAD_2D if len(dims) == 2 else LEAD_1D
-    return torch.empty(*lead, *value.shape[len(dims):], dtype=value.dtype, device=value.device)
+    return torch.empty(*lead, *value.shape[len(dims) :], dtype=value.dtype, device=value.device)
 
 
 class _Audit:
@@ -111,12 +120,12 @@ def _hinted_sizes(audit: _Audit) -> Iterator[None]:
         self.set_real_tensor_prop_unbacked_vals(symbol.node.expr, next(hints))
         return symbol
 
-    ShapeEnv.create_unbacked_symint = hinted  # type: ignore[method-assign]
-    ShapeEnv._log_real_tensor_propagation = lambda self, expr, result: audit.assumed.append((expr, result))  # type: ignore[method-assign]
+    ShapeEnv.create_unbacked_symint = hinted
+    ShapeEnv._log_real_tensor_propagation = lambda self, expr, result: audit.assumed.append((expr, result))
     try:
         yield
     finally:
-        ShapeEnv.create_unbacked_symint, ShapeEnv._log_real_tensor_propagation = create, log  # type: ignore[method-assign]
+        ShapeEnv.create_unbacked_symint, ShapeEnv._log_real_tensor_propagation = create, log
 
 
 _NONZERO = {torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere}

@@ -1,9 +1,10 @@
 """The MLP motif: one GEMM (or two) -> pointwise region -> one GEMM, each with a weight. Experts and shared experts are both made of it.
 
-    up   = linear(x, w13)            gate, up = linear(x, w1), linear(x, w3)
-    h    = act(up)             or    h        = act(gate, up)
-    down = linear(h, w2)             down     = linear(h, w2)
+up   = linear(x, w13)            gate, up = linear(x, w1), linear(x, w3)
+h    = act(up)             or    h        = act(gate, up)
+down = linear(h, w2)             down     = linear(h, w2)
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -76,7 +77,7 @@ def _gemm(node: fx.Node, weights: set[fx.Node]) -> Gemm | None:
     if is_call(node, {aten.mm.default}):
         a, b = node.args
         if a in weights:
-            return _with_output(node, "plain", b, a, True, None, weights, feature=0)
+            return _with_output(node, "plain", b, a, True, None, weights)
         return _with_output(node, "plain", a, b, False, None, weights)
     if is_call(node, {aten.bmm.default, aten.baddbmm.default}):
         a, b = node.args[-2:]
@@ -105,7 +106,7 @@ def _ungather(node: Any, weights: set[fx.Node]) -> tuple[fx.Node | None, fx.Node
     return None, None
 
 
-def _with_output(node, kind, data, weight, linear, bias, weights, index=None, feature=-1) -> Gemm | None:
+def _with_output(node, kind, data, weight, linear, bias, weights, index=None) -> Gemm | None:
     if weight not in weights or data in weights or not isinstance(data, fx.Node):
         return None
     output = node

@@ -19,6 +19,7 @@ Every spelling of a mixture-of-experts layer is raised to these; kernels are mea
 
 Result [T, H] in x's dtype; the sum over K runs in the wider of x's and the weights' dtype.
 """
+
 from __future__ import annotations
 
 import torch
@@ -59,7 +60,9 @@ def _expert_linear_fake(x, ids, w, b, first=0):
     return x.new_empty(x.shape[0], w.shape[1])
 
 
-expert_linear = define("expert_linear(Tensor x, Tensor ids, Tensor w, Tensor? b, int first=0) -> Tensor", _expert_linear, _expert_linear_fake)
+expert_linear = define(
+    "expert_linear(Tensor x, Tensor ids, Tensor w, Tensor? b, int first=0) -> Tensor", _expert_linear, _expert_linear_fake
+)
 """x [R, in], ids [R], w [E, out, in], b [E, out] -> [R, out]: row r through expert ids[r] - first; rows of other ranks are zero."""
 
 

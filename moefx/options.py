@@ -1,4 +1,5 @@
 """The options of `optimize`, `plan` and the torch.compile backend, validated in one place."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -6,7 +7,7 @@ from dataclasses import dataclass
 A2A = ("auto", "none", "all_to_all", "deepep", "mori")
 PRECISIONS = ("preserve", "fp8", "fp8_weight_only", "int8")
 TARGETS = ("cpu", "sm90", "sm100", "gfx942", "gfx950")
-PER_RANK_SLOT = frozenset({"deepep", "mori"})    # one physical shared-expert slot on every rank (facts of both backends)
+PER_RANK_SLOT = frozenset({"deepep", "mori"})  # one physical shared-expert slot on every rank (facts of both backends)
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def check_ep_size(ep_size: object) -> None:
 
 
 def resolve_a2a(a2a: str, ep_size: int, grouped: bool) -> str:
-    """"auto" is "none" with a process group and "local" without; one rank is always "local"."""
+    """ "auto" is "none" with a process group and "local" without; one rank is always "local"."""
     if ep_size == 1:
         return "local"
     if a2a == "auto":

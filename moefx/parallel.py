@@ -3,6 +3,7 @@
 `all_reduce(part, group)`: every rank passed the same tokens, the partial sums are added. `dispatch`/`combine`: every rank passed its own
 tokens; a token goes once to each rank that owns one of its experts, and its partial sums come back.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -19,7 +20,9 @@ def ranks(group: Any, ep_size: int) -> Any:
 
     ready = dist.is_available() and dist.is_initialized()
     if group is not None and not ready:
-        raise ValueError("a process group was given but torch.distributed is not initialised; call torch.distributed.init_process_group first")
+        raise ValueError(
+            "a process group was given but torch.distributed is not initialised; call torch.distributed.init_process_group first"
+        )
     if not ready or (group is None and ep_size == 1 and dist.get_world_size() == 1):
         return None
     group = group if group is not None else dist.group.WORLD
@@ -65,16 +68,23 @@ def _dispatch_fake(x, ids, weights, experts_per_rank, group_name):
     received, sent = context.new_dynamic_size(), context.new_dynamic_size()
     size = torch.distributed.distributed_c10d._resolve_process_group(group_name).size()
     long = {"dtype": torch.int64, "device": x.device}
-    return (x.new_empty(received, x.shape[1]), ids.new_empty(received, ids.shape[1]), weights.new_empty(received, weights.shape[1]),
-            torch.empty(sent, **long), torch.empty(size, **long), torch.empty(size, **long))
+    return (
+        x.new_empty(received, x.shape[1]),
+        ids.new_empty(received, ids.shape[1]),
+        weights.new_empty(received, weights.shape[1]),
+        torch.empty(sent, **long),
+        torch.empty(size, **long),
+        torch.empty(size, **long),
+    )
 
 
 dispatch = ops.define(
-    "dispatch(Tensor x, Tensor ids, Tensor weights, int experts_per_rank, str group_name) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "dispatch(Tensor x, Tensor ids, Tensor weights, int experts_per_rank, str group_name)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _dispatch,
     _dispatch_fake,
 )
-"""x [T, H], ids [T, K], weights [T, K] -> (x [R, H], ids [R, K], weights [R, K], token [sent], send counts [ranks], receive counts [ranks]).
+"""x [T, H], ids [T, K], weights [T, K] -> (x [R, H], ids [R, K], weights [R, K], token [sent], send [ranks], receive [ranks] counts).
 
 A token's whole row of ids goes along; the rank skips the ids it does not own (`first` of the experts op). The last rank owns the ids past
 ranks * experts_per_rank (shared slots)."""
@@ -90,5 +100,7 @@ def _combine_fake(y, token, send, receive, tokens, group_name):
     return y.new_empty(tokens, y.shape[1])
 
 
-combine = ops.define("combine(Tensor y, Tensor token, Tensor send, Tensor receive, SymInt tokens, str group_name) -> Tensor", _combine, _combine_fake)
+combine = ops.define(
+    "combine(Tensor y, Tensor token, Tensor send, Tensor receive, SymInt tokens, str group_name) -> Tensor", _combine, _combine_fake
+)
 """y [R, H], what `dispatch` returned behind it, tokens T -> [T, H]: each token's partial sums, added."""

@@ -1,4 +1,5 @@
 """`moefx.optimize`: find the mixture-of-experts blocks of a model, rewrite each to the kernel the plan chose, check it, swap it in."""
+
 from __future__ import annotations
 
 import time
@@ -48,7 +49,9 @@ def optimize(
     """
     options, ranks = check_arguments(model, ep_size, group, a2a, precision, target, disable)
     if any(p.is_meta for p in model.parameters()):
-        raise ValueError("the model is on the meta device and has no weights to run; use moefx.plan(model) to plan it, or load its weights first")
+        raise ValueError(
+            "the model is on the meta device and has no weights to run; use moefx.plan(model) to plan it, or load its weights first"
+        )
     if model.training:
         raise ValueError("the model is in training mode and moefx rewrites inference only; call model.eval() first")
     candidates = discover.find(model)
@@ -56,7 +59,7 @@ def optimize(
         check_divides(candidate.experts, options.ep_size)
     examples = _example_calls(model, candidates, example_inputs) if example_inputs is not None else {}
     result = model if inplace else swap.copy_sharing_tensors(model)
-    records = [_rewrite(model, result, c, options, ranks, examples.get(c.name), verify) for c in candidates]
+    records = [_rewrite(result, c, options, ranks, examples.get(c.name), verify) for c in candidates]
     left = [r for r in records if not r.rewritten]
     if strict and (left or not records):
         text = "; ".join(f"{r.name or type(model).__name__}: {r.reason}" for r in left) or "no mixture-of-experts layer was found"
@@ -66,7 +69,9 @@ def optimize(
     return result
 
 
-def check_arguments(model: Any, ep_size: int, group: Any, a2a: str, precision: str, target: str | None, disable: Sequence[str]) -> tuple[Options, Ranks | None]:
+def check_arguments(
+    model: Any, ep_size: int, group: Any, a2a: str, precision: str, target: str | None, disable: Sequence[str]
+) -> tuple[Options, Ranks | None]:
     """The options, resolved; every bad value raises here."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"moefx.optimize expects a torch.nn.Module, got {type(model).__name__}")
@@ -85,7 +90,9 @@ def check_arguments(model: Any, ep_size: int, group: Any, a2a: str, precision: s
         check_choice("disable", name, (*PASSES, *(k.name for k in KERNELS)))
     ranks = _ranks(group, ep_size)
     disabled = (disable,) if isinstance(disable, str) else tuple(disable)
-    options = Options(ep_size, resolve_a2a(a2a, ep_size, ranks is not None), precision, target or target_of(model), disabled, ranks is not None)
+    options = Options(
+        ep_size, resolve_a2a(a2a, ep_size, ranks is not None), precision, target or target_of(model), disabled, ranks is not None
+    )
     return options, ranks
 
 
@@ -114,8 +121,18 @@ def trace_layers(model: nn.Module, options: Options) -> list[LayerRecord]:
             records.append(traced)
             continue
         decision = decide(traced.layer, options)
-        records.append(LayerRecord(candidate.name, decision.kernel is not None, traced.routed.form, decision.reason, traced.layer, decision,
-                                   rounding=traced.routed.rounding, opaque_reason=traced.routed.opaque_reason))
+        records.append(
+            LayerRecord(
+                candidate.name,
+                decision.kernel is not None,
+                traced.routed.form,
+                decision.reason,
+                traced.layer,
+                decision,
+                rounding=traced.routed.rounding,
+                opaque_reason=traced.routed.opaque_reason,
+            )
+        )
     return records
 
 
@@ -128,31 +145,55 @@ def _example_calls(model: nn.Module, candidates: Sequence[Candidate], example_in
     for candidate in candidates:
         signature = inspect.signature(type(candidate.module).forward)
 
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = candidate.name, signature: Any = signature) -> None:
+        def keep(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = candidate.name, signature: Any = signature
+        ) -> None:
             bound = signature.bind(module, *args, **kwargs)
             found.setdefault(name, dict(list(bound.arguments.items())[1:]))
 
         handles.append(candidate.module.register_forward_pre_hook(keep, with_kwargs=True))
-    args, kwargs = ((), example_inputs) if isinstance(example_inputs, Mapping) else (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,), {})
+    args, kwargs = (
+        ((), example_inputs)
+        if isinstance(example_inputs, Mapping)
+        else (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,), {})
+    )
     try:
         with torch.no_grad():
             model(*args, **kwargs)
     except Exception as error:
-        raise ValueError(f"the model does not run on example_inputs: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+        raise ValueError(
+            f"the model does not run on example_inputs: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
     return found
 
 
-def _rewrite(model: nn.Module, result: nn.Module, candidate: Candidate, options: Options, ranks: Ranks | None, example: Mapping[str, Any] | None, verify: bool) -> LayerRecord:
+def _rewrite(
+    result: nn.Module,
+    candidate: Candidate,
+    options: Options,
+    ranks: Ranks | None,
+    example: Mapping[str, Any] | None,
+    verify: bool,
+) -> LayerRecord:
     started = time.perf_counter()
     traced = trace(candidate, options, example, execute=True)
     if isinstance(traced, LayerRecord):
         return traced
     decision = decide(traced.layer, options)
-    record = LayerRecord(candidate.name, False, traced.routed.form, decision.reason, traced.layer, decision, rounding=traced.routed.rounding,
-                         opaque_reason=traced.routed.opaque_reason, before=str(traced.capture.graph.graph))
+    record = LayerRecord(
+        candidate.name,
+        False,
+        traced.routed.form,
+        decision.reason,
+        traced.layer,
+        decision,
+        rounding=traced.routed.rounding,
+        opaque_reason=traced.routed.opaque_reason,
+        before=str(traced.capture.graph.graph),
+    )
     if decision.kernel is None:
         return record
     block = result.get_submodule(candidate.name)
@@ -162,7 +203,8 @@ def _rewrite(model: nn.Module, result: nn.Module, candidate: Candidate, options:
     if verify:
         record.check = _check(candidate.module, block, traced, decision, options, ranks, forward)
         if not record.check["passed"]:
-            record.reason = f"the check failed: relative error {record.check['relative_error']:.1e}, allowed {record.check['tolerance']:.0e}; the block stays as it was"
+            found, allowed = record.check["relative_error"], record.check["tolerance"]
+            record.reason = f"the check failed: relative error {found:.1e}, allowed {allowed:.0e}; the block stays as it was"
             record.seconds = time.perf_counter() - started
             return record
     if lowered.local is not None:
@@ -178,15 +220,31 @@ def build_forward(block: nn.Module, traced: Traced, lowered: Lowered) -> swap.Bl
     """The block's new forward over its own parameters."""
     graph = lowered.graph.graph
     rows = lowered.local.rows if lowered.local is not None else {}
-    weights = [swap.WeightRef(block, w, rows.get(w)) for w in (n.meta["weight"] for n in graph.nodes if n.op == "placeholder" and "weight" in n.meta)]
+    weights = [
+        swap.WeightRef(block, w, rows.get(w))
+        for w in (n.meta["weight"] for n in graph.nodes if n.op == "placeholder" and "weight" in n.meta)
+    ]
     pack = None
     if lowered.hoisted.pack is not None:
         pack = swap.Pack(swap.stripped(lowered.hoisted.pack), [swap.WeightRef(block, s, rows.get(s)) for s in lowered.hoisted.sources])
     c = traced.capture
-    return swap.BlockForward(block, swap.stripped(lowered.graph), weights, pack, c.names, c.constants, c.inputs, c.flat_outputs, c.out_spec, lowered.local is not None)
+    return swap.BlockForward(
+        block,
+        swap.stripped(lowered.graph),
+        weights,
+        pack,
+        c.names,
+        c.constants,
+        c.inputs,
+        c.flat_outputs,
+        c.out_spec,
+        lowered.local is not None,
+    )
 
 
-def _check(original: nn.Module, block: nn.Module, traced: Traced, decision: Any, options: Options, ranks: Ranks | None, forward: swap.BlockForward) -> dict[str, Any]:
+def _check(
+    original: nn.Module, block: nn.Module, traced: Traced, decision: Any, options: Options, ranks: Ranks | None, forward: swap.BlockForward
+) -> dict[str, Any]:
     """The block as it was against its new forward; a lossy kernel against its reference with the same quantisation."""
     started = time.perf_counter()
     generator = torch.Generator().manual_seed(1)
@@ -210,8 +268,15 @@ def _check(original: nn.Module, block: nn.Module, traced: Traced, decision: Any,
         from moefx import parallel
 
         passed = parallel.all_agree(passed, ranks.group_name)
-    return {"ran": True, "passed": passed, "max_abs_error": absolute, "relative_error": relative, "tolerance": tolerance, "distance_to_original": distance,
-            "seconds": round(time.perf_counter() - started, 3)}
+    return {
+        "ran": True,
+        "passed": passed,
+        "max_abs_error": absolute,
+        "relative_error": relative,
+        "tolerance": tolerance,
+        "distance_to_original": distance,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
 
 
 def _keep_own_weights(block: nn.Module, lowered: Lowered, forward: swap.BlockForward) -> None:

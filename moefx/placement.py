@@ -1,4 +1,5 @@
 """Where the shared expert goes: one more slot (or several) of the routed experts, or a separate MLP."""
+
 from __future__ import annotations
 
 from moefx.layer import Layer
@@ -27,8 +28,10 @@ def why_unfused(layer: Layer, options: Options) -> str | None:
         return "the shared expert has a bias and the routed experts have none"
     if options.a2a in PER_RANK_SLOT and options.ep_size > 1:
         count, ep = slots(layer), options.ep_size
-        return (f"a2a={options.a2a!r} has one physical shared slot on every rank, {ep} in all, and the model {count} global: "
-                f"({layer.E_total} + {count} - {ep}) % {ep} = {(layer.E_total + count - ep) % ep}, not 0")
+        return (
+            f"a2a={options.a2a!r} has one physical shared slot on every rank, {ep} in all, and the model {count} global: "
+            f"({layer.E_total} + {count} - {ep}) % {ep} = {(layer.E_total + count - ep) % ep}, not 0"
+        )
     return None
 
 

@@ -1,4 +1,5 @@
 """`moefx.plan`: the decisions of `optimize` without weights and without running anything."""
+
 from __future__ import annotations
 
 import difflib
@@ -14,8 +15,15 @@ from moefx.options import A2A, PRECISIONS, TARGETS, Options, check_choice, check
 from moefx.reports import LayerRecord, Report
 
 
-def plan(model_or_config: Any, ep_size: int = 1, a2a: str = "auto", target: str | None = None, precision: str = "preserve", tokens: int | None = None,
-         disable: Sequence[str] = ()) -> Report:
+def plan(
+    model_or_config: Any,
+    ep_size: int = 1,
+    a2a: str = "auto",
+    target: str | None = None,
+    precision: str = "preserve",
+    tokens: int | None = None,
+    disable: Sequence[str] = (),
+) -> Report:
     """What moefx would do, as a `Report`.
 
     model_or_config: a built-in name, the path of a config.json or checkpoint folder, a Hugging Face config (object or dict), or an

@@ -1,4 +1,5 @@
 """What happened to each layer, for people and for programs."""
+
 from __future__ import annotations
 
 import io
@@ -42,7 +43,14 @@ class LayerRecord:
         layer, decision = self.layer, self.decision
         found: dict[str, Any] = {"name": self.name, "rewritten": self.rewritten, "form": self.form, "reason": self.reason}
         if layer is None:
-            return {**found, "dims": {}, "activation": {}, "experts": {"kernel": None, "candidates": []}, "shared_expert": {"present": False}, "check": self.check}
+            return {
+                **found,
+                "dims": {},
+                "activation": {},
+                "experts": {"kernel": None, "candidates": []},
+                "shared_expert": {"present": False},
+                "check": self.check,
+            }
         experts = decision.E if decision else layer.E_total
         found["dims"] = {"E_total": layer.E_total, "E": experts, "D": layer.D, "G": layer.D // 128, "H": layer.H, "K": layer.K}
         found["activation"] = {**layer.activation.to_json(), "rounding": self.rounding, "opaque_reason": self.opaque_reason}
@@ -54,7 +62,13 @@ class LayerRecord:
             "placement": decision.placement if decision and shared else None,
             "reason": decision.placement_reason if decision and shared else None,
         }
-        found |= {"check": self.check, "seconds": round(self.seconds, 3), "packed_bytes": self.packed_bytes, "count": layer.count, "dtype": layer.dtype}
+        found |= {
+            "check": self.check,
+            "seconds": round(self.seconds, 3),
+            "packed_bytes": self.packed_bytes,
+            "count": layer.count,
+            "dtype": layer.dtype,
+        }
         if decision and decision.warnings:
             found["warnings"] = list(decision.warnings)
         return found
@@ -73,8 +87,16 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         o = self.options
-        return {"moefx": moefx.__version__, "model": self.title, "target": o.target, "ep_size": o.ep_size, "a2a": o.a2a, "precision": o.precision,
-                "layers": self.layers, "skipped": self.skipped}
+        return {
+            "moefx": moefx.__version__,
+            "model": self.title,
+            "target": o.target,
+            "ep_size": o.ep_size,
+            "a2a": o.a2a,
+            "precision": o.precision,
+            "layers": self.layers,
+            "skipped": self.skipped,
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
@@ -101,7 +123,10 @@ def _table(report: Report) -> Any:
     from rich.table import Table
 
     o = report.options
-    table = Table(title=f"moefx: {report.title or 'model'} | target {o.target}, ep_size {o.ep_size}, a2a {o.a2a}, precision {o.precision}", title_justify="left")
+    table = Table(
+        title=f"moefx: {report.title or 'model'} | target {o.target}, ep_size {o.ep_size}, a2a {o.a2a}, precision {o.precision}",
+        title_justify="left",
+    )
     for column in ("layers", "form", "E", "D", "H", "K", "activation", "kernel", "shared expert", "check"):
         table.add_column(column)
     for count, record in _folded(report.records):
@@ -110,8 +135,18 @@ def _table(report: Report) -> Any:
             table.add_row(str(count), record.form or "-", "", "", "", "", "", "left alone", "", "")
             continue
         layer = record.layer
-        table.add_row(str(count), layer.form, f"{j['dims']['E']} of {layer.E_total}", str(layer.D), str(layer.H), str(layer.K), _activation(record),
-                      (j["experts"]["kernel"] or "-") if record.rewritten else "left alone", _shared(j), _check(record))
+        table.add_row(
+            str(count),
+            layer.form,
+            f"{j['dims']['E']} of {layer.E_total}",
+            str(layer.D),
+            str(layer.H),
+            str(layer.K),
+            _activation(record),
+            (j["experts"]["kernel"] or "-") if record.rewritten else "left alone",
+            _shared(j),
+            _check(record),
+        )
     return table
 
 
@@ -119,7 +154,9 @@ def _folded(records: Sequence[LayerRecord]) -> list[tuple[int, LayerRecord]]:
     kinds: dict[str, tuple[int, LayerRecord]] = {}
     for record in records:
         j = record.to_json()
-        key = json.dumps({k: j[k] for k in ("rewritten", "form", "reason", "dims", "activation", "experts", "shared_expert")}, sort_keys=True)
+        key = json.dumps(
+            {k: j[k] for k in ("rewritten", "form", "reason", "dims", "activation", "experts", "shared_expert")}, sort_keys=True
+        )
         count, first = kinds.get(key, (0, record))
         kinds[key] = (count + (record.layer.count if record.layer else 1), first)
     return list(kinds.values())
@@ -160,7 +197,9 @@ def _notes(report: Report) -> list[str]:
             failed = outcome.first_failure()
             if failed is not None:
                 sides = f": {failed.lhs} vs {failed.rhs}" if failed.lhs is not None else ""
-                lines.append(f"{name}: {outcome.kernel} {failed.status} by {failed.text}{sides}" + (f" ({failed.why})" if failed.why else ""))
+                lines.append(
+                    f"{name}: {outcome.kernel} {failed.status} by {failed.text}{sides}" + (f" ({failed.why})" if failed.why else "")
+                )
         if record.decision.placement == "unfused" and record.decision.placement_reason:
             lines.append(f"{name}: shared expert unfused: {record.decision.placement_reason}")
         lines += [f"{name}: warning: {w}" for w in record.decision.warnings]

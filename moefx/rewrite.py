@@ -1,4 +1,5 @@
 """One block from module to rewritten forward: capture -> normalise -> raise -> plan -> fuse -> shard -> lower -> hoist -> check."""
+
 from __future__ import annotations
 
 import time
@@ -15,13 +16,31 @@ from moefx.discover import Candidate, example_arguments
 from moefx.graph import dtype, is_weight
 from moefx.layer import Layer, Shared
 from moefx.options import Options
-from moefx.passes import fuse_shared_expert, hoist_weights, localize_weights, lower_experts, normalize, raise_experts, raise_shared_expert, shard_experts
+from moefx.passes import (
+    fuse_shared_expert,
+    hoist_weights,
+    localize_weights,
+    lower_experts,
+    normalize,
+    raise_experts,
+    raise_shared_expert,
+    shard_experts,
+)
 from moefx.passes.raise_experts import Raised
 from moefx.passes.raise_shared_expert import RaisedShared
 from moefx.reports import LayerRecord
 from moefx.verify import region_differs
 
-PASSES = ("normalize", "raise_experts", "raise_shared_expert", "fuse_shared_expert", "shard_experts", "localize_weights", "lower_experts", "hoist_weights")
+PASSES = (
+    "normalize",
+    "raise_experts",
+    "raise_shared_expert",
+    "fuse_shared_expert",
+    "shard_experts",
+    "localize_weights",
+    "lower_experts",
+    "hoist_weights",
+)
 
 
 @dataclass
@@ -52,7 +71,7 @@ class Ranks:
 
 
 def trace(candidate: Candidate, options: Options, example: Mapping[str, Any] | None, execute: bool) -> Traced | LayerRecord:
-    """The block in canonical form, or the record of why it is left alone. `execute`: weights are real and the raise may be tried on numbers."""
+    """The block in canonical form, or the record of why it is left alone. `execute`: weights are real, so the raise is tried on numbers."""
     started = time.perf_counter()
     captured = _capture(candidate, example)
     if isinstance(captured, str):
@@ -61,7 +80,10 @@ def trace(candidate: Candidate, options: Options, example: Mapping[str, Any] | N
     before = str(graph)
     if "normalize" not in options.disable:
         normalize.run(graph)
-    tensors = {**dict(candidate.module.named_parameters(remove_duplicate=False)), **dict(candidate.module.named_buffers(remove_duplicate=False))}
+    tensors = {
+        **dict(candidate.module.named_parameters(remove_duplicate=False)),
+        **dict(candidate.module.named_buffers(remove_duplicate=False)),
+    }
 
     def trial(g: fx.Graph, cut: Any, new: fx.Node, layer: Raised) -> str | None:
         return region_differs(g, cut, new, layer, tensors.__getitem__) if execute else None
@@ -94,16 +116,28 @@ def layer_of(name: str, routed: Raised, shared: RaisedShared | None) -> Layer:
     """The raised block as the plan sees it."""
     node = routed.node
     weight = node.args[3] if routed.opaque_reason is None else next(n for n in node.graph.nodes if "expert_linear" in str(n.target)).args[2]
-    format_ = str(dtype(weight)).removeprefix("torch.")  # type: ignore[arg-type]
+    format_ = str(dtype(weight)).removeprefix("torch.")
     found = None
     if shared is not None:
-        own = dtype(shared.node.args[2]) if shared.node is not None else dtype(weight)  # type: ignore[arg-type]
+        own = dtype(shared.node.args[2]) if shared.node is not None else dtype(weight)
         found = Shared(shared.intermediate, shared.gate, shared.activation, str(own).removeprefix("torch."), shared.bias)
     why = shared.why_unfused if shared is not None else None
     if shared is not None and routed.opaque_reason is not None:
         why = why or "the routed experts' activation is kept as it was, outside a kernel"
-    return Layer(name, routed.form, routed.experts, routed.intermediate, routed.hidden, routed.top_k, routed.activation, str(dtype(routed.x)).removeprefix("torch."),
-                 format_, routed.bias, found, why)
+    return Layer(
+        name,
+        routed.form,
+        routed.experts,
+        routed.intermediate,
+        routed.hidden,
+        routed.top_k,
+        routed.activation,
+        str(dtype(routed.x)).removeprefix("torch."),
+        format_,
+        routed.bias,
+        found,
+        why,
+    )
 
 
 def lower(traced: Traced, decision: Decision, options: Options, ranks: Ranks | None, reference: bool = False) -> Lowered:
@@ -116,12 +150,19 @@ def lower(traced: Traced, decision: Decision, options: Options, ranks: Ranks | N
     local = None
     if routed.opaque_reason is None:
         node = routed.node
-        if decision.placement == "fused" and traced.shared is not None and traced.shared.node is not None and "fuse_shared_expert" not in options.disable:
+        if (
+            decision.placement == "fused"
+            and traced.shared is not None
+            and traced.shared.node is not None
+            and "fuse_shared_expert" not in options.disable
+        ):
             shared = replace(traced.shared, node=names[traced.shared.node.name], join=names[traced.shared.join.name])
             node = fuse_shared_expert.run(graph, routed, shared)
         nodes = [node]
         if "shard_experts" not in options.disable:
-            nodes = shard_experts.run(graph, node, routed.experts, options, ranks.rank if ranks else None, ranks.group_name if ranks else None)
+            nodes = shard_experts.run(
+                graph, node, routed.experts, options, ranks.rank if ranks else None, ranks.group_name if ranks else None
+            )
         assert decision.kernel is not None
         if ranks is not None:
             local = localize_weights.run(graph, before)
@@ -143,4 +184,3 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
         new._rename(old.name)
     attributes = {n.target: getattr(module, n.target) for n in graph.nodes if n.op == "get_attr"}
     return fx.GraphModule(attributes, graph)
-

@@ -4,6 +4,7 @@ The block, its submodules, parameters and hooks stay; only the instance's `forwa
 parameters from their modules at each call, so `.to()`, `load_state_dict` and in-place changes are seen; what was packed from them is
 packed again when they changed.
 """
+
 from __future__ import annotations
 
 import copy
@@ -37,7 +38,7 @@ class WeightRef:
         self.rows = rows
 
     def __call__(self) -> torch.Tensor:
-        found = self.owner._parameters.get(self.name)
+        found: torch.Tensor | None = self.owner._parameters.get(self.name)
         if found is None:
             found = self.owner._buffers[self.name]
         assert found is not None
@@ -85,9 +86,19 @@ class BlockForward:
     logits) run the class's own forward; the first such call of a kind warns with the reason.
     """
 
-    def __init__(self, block: nn.Module, module: fx.GraphModule, refs: Sequence[WeightRef], pack: Pack | None, names: tuple[str, ...],
-                 constants: Mapping[str, Any], example: Mapping[str, torch.Tensor], flat_outputs: tuple[Any, ...], out_spec: pytree.TreeSpec,
-                 sharded: bool = False):
+    def __init__(
+        self,
+        block: nn.Module,
+        module: fx.GraphModule,
+        refs: Sequence[WeightRef],
+        pack: Pack | None,
+        names: tuple[str, ...],
+        constants: Mapping[str, Any],
+        example: Mapping[str, torch.Tensor],
+        flat_outputs: tuple[Any, ...],
+        out_spec: pytree.TreeSpec,
+        sharded: bool = False,
+    ):
         self.block, self.module, self.refs, self.pack = block, module, list(refs), pack
         self.names, self.constants = names, dict(constants)
         self.kinds = {n: (t.dtype, t.dim(), t.shape[-1] if t.is_floating_point() else None) for n, t in example.items()}
@@ -126,11 +137,20 @@ class BlockForward:
         device = self.refs[0]().device if self.refs else None
         for name, tensor in zip((n for n in self.names if n in self.kinds), inputs, strict=True):
             dtype, rank, width = self.kinds[name]
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.dim() != rank or (width is not None and tensor.shape[-1] != width):
+            if (
+                not isinstance(tensor, torch.Tensor)
+                or tensor.dtype != dtype
+                or tensor.dim() != rank
+                or (width is not None and tensor.shape[-1] != width)
+            ):
                 return f"argument {name!r} differs from the traced {str(dtype).removeprefix('torch.')} tensor of rank {rank}"
             if device is not None and tensor.device != device:
                 return f"argument {name!r} is on another device than the weights"
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and (any(t.requires_grad for t in inputs) or any(r().requires_grad for r in self.all_refs())):
+        if (
+            torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and (any(t.requires_grad for t in inputs) or any(r().requires_grad for r in self.all_refs()))
+        ):
             return "gradients are on and moefx has no backward (use torch.no_grad() or torch.inference_mode())"
         return "router logits are collected" if router_logits_wanted() else None
 

@@ -3,6 +3,7 @@
 Both run in the model's own dtype on the model's own weights. `region_differs` chooses x, ids and weights itself, so that every expert is
 reached, one expert gets no token, one gets all, and the clamps bite; `block_differs` goes through the model's router.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -89,19 +90,22 @@ def region_differs(graph: fx.Graph, cut: Any, new: fx.Node, layer: Any, tensors:
     for ids in routings(layer.experts, layer.top_k, generator, fixed if isinstance(fixed, int) else None):
         x = _example(cut.x, hidden_states(ids.shape[0], _facing(first, layer.hidden), layer.activation.limit, generator))
         weights = torch.rand(ids.shape, generator=generator, dtype=torch.float32) + 0.1
-        arguments = [x.to(device=device, dtype=cut.x.meta["val"].dtype), _reshape(cut.ids, ids).to(device=device, dtype=cut.ids.meta["val"].dtype),
-                     _reshape(cut.weights, weights).to(device=device, dtype=cut.weights.meta["val"].dtype)]
+        arguments = [
+            x.to(device=device, dtype=cut.x.meta["val"].dtype),
+            _reshape(cut.ids, ids).to(device=device, dtype=cut.ids.meta["val"].dtype),
+            _reshape(cut.weights, weights).to(device=device, dtype=cut.weights.meta["val"].dtype),
+        ]
         with torch.no_grad():
             try:
                 want = old_module(*arguments, *old_weights)
-            except RuntimeError as error:
+            except RuntimeError as failure:
                 if ids.shape[0] == 0:
                     continue
-                return f"the traced region failed on {ids.shape[0]} tokens: {str(error).splitlines()[0]}"
+                return f"the traced region failed on {ids.shape[0]} tokens: {str(failure).splitlines()[0]}"
             got = new_module(*arguments, *new_weights)
-        error = error_of(got, want)
-        if not error <= TOLERANCE.get(want.dtype, 3e-2):
-            return f"with {ids.shape[0]} tokens the outputs differ by {error:.1e} of a row's largest value (allowed {TOLERANCE.get(want.dtype, 3e-2):.0e})"
+        error, allowed = error_of(got, want), TOLERANCE.get(want.dtype, 3e-2)
+        if not error <= allowed:
+            return f"with {ids.shape[0]} tokens the outputs differ by {error:.1e} of a row's largest value (allowed {allowed:.0e})"
     return None
 
 
@@ -109,7 +113,9 @@ def _facing(weight: torch.Tensor, hidden: int) -> torch.Tensor:
     """The weight with the hidden size last (for its dtype, spread and size only)."""
     if weight.shape[-1] == hidden:
         return weight
-    return weight.new_empty(0, hidden).copy_(weight.flatten()[:0].view(0, hidden)) if weight.numel() % hidden else weight.reshape(-1, hidden)
+    return (
+        weight.new_empty(0, hidden).copy_(weight.flatten()[:0].view(0, hidden)) if weight.numel() % hidden else weight.reshape(-1, hidden)
+    )
 
 
 def _example(node: fx.Node, rows: torch.Tensor) -> torch.Tensor:
@@ -134,11 +140,12 @@ def outputs_differ(got: Any, want: Any) -> tuple[float, float]:
     absolute = relative = 0.0
     for x, y in zip(a, b, strict=True):
         if isinstance(y, torch.Tensor) and y.is_floating_point():
-            relative = max(relative, error_of(x.reshape(-1, x.shape[-1]) if x.dim() else x.view(1, 1), y.reshape(-1, y.shape[-1]) if y.dim() else y.view(1, 1)))
+            relative = max(
+                relative,
+                error_of(x.reshape(-1, x.shape[-1]) if x.dim() else x.view(1, 1), y.reshape(-1, y.shape[-1]) if y.dim() else y.view(1, 1)),
+            )
             absolute = max(absolute, float((x.double() - y.double()).abs().nan_to_num().max()) if y.numel() else 0.0)
-        elif isinstance(y, torch.Tensor) and not torch.equal(x, y):
-            return float("inf"), float("inf")
-        elif not isinstance(y, torch.Tensor) and x != y:
+        elif isinstance(y, torch.Tensor) and not torch.equal(x, y) or not isinstance(y, torch.Tensor) and x != y:
             return float("inf"), float("inf")
     return absolute, relative
 

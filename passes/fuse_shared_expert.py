@@ -6,6 +6,7 @@
 A shared expert of s * D columns becomes s slots: gate and up rows and down columns are cut into s parts; a down bias goes to the first
 slot alone. The slot's weight is exactly the gate (1 without one). Only called when the plan proved the placement.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -34,8 +35,16 @@ def run(graph: fx.Graph, routed: Raised, shared: RaisedShared) -> fx.Node:
         slot2 = [_unsqueeze(graph, _cut(graph, s2, 1, j, routed.intermediate, like), like) for j in range(slots)]
         new13 = insert(graph, aten.cat.default, ([w13, *slot13], 0), like)
         new2 = insert(graph, aten.cat.default, ([w2, *slot2], 0), like)
-        newb13 = _slot_bias(graph, b13, [_slot_first(graph, sb13, j, routed, shared_code, code, like) if sb13 is not None else None for j in range(slots)], slot13, like)
-        newb2 = _slot_bias(graph, b2, [_unsqueeze(graph, sb2, like) if sb2 is not None and j == 0 else None for j in range(slots)], slot2, like)
+        newb13 = _slot_bias(
+            graph,
+            b13,
+            [_slot_first(graph, sb13, j, routed, shared_code, code, like) if sb13 is not None else None for j in range(slots)],
+            slot13,
+            like,
+        )
+        newb2 = _slot_bias(
+            graph, b2, [_unsqueeze(graph, sb2, like) if sb2 is not None and j == 0 else None for j in range(slots)], slot2, like
+        )
         node = insert(graph, ops.experts, (x, new_ids, new_weights, new13, newb13, new2, newb2, code), like)
         other = join.args[1] if _comes_from(join.args[0], shared.node) else join.args[0]
         result = _replay_views(graph, other, routed.node, node, like)

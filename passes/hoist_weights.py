@@ -1,8 +1,9 @@
 """Take what depends on weights alone out of the call: it is computed once and kept until a weight changes.
 
-    %w = cat(p_gate_up, unsqueeze(p_shared))            pack(p_gate_up, p_shared) -> (w,)
-    %y = kernel(x, ids, weights, %w)               ->   %y = kernel(x, ids, weights, packed_0)
+%w = cat(p_gate_up, unsqueeze(p_shared))            pack(p_gate_up, p_shared) -> (w,)
+%y = kernel(x, ids, weights, %w)               ->   %y = kernel(x, ids, weights, packed_0)
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -24,7 +25,11 @@ class Hoisted:
 def run(graph: fx.Graph) -> Hoisted:
     """Rewrite `graph` in place: packed tensors become placeholders marked `meta["packed"] = position`."""
     constant = weight_only(graph)
-    hoist = [n for n in graph.nodes if n in constant and n.op == "call_function" and _is_used_outside(n, constant) and isinstance(value(n), torch.Tensor)]
+    hoist = [
+        n
+        for n in graph.nodes
+        if n in constant and n.op == "call_function" and _is_used_outside(n, constant) and isinstance(value(n), torch.Tensor)
+    ]
     if not hoist:
         return Hoisted(None, ())
     new, mapping, needed = fx.Graph(), {}, _ancestors_in_order(graph, hoist)

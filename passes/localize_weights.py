@@ -1,8 +1,9 @@
 """Keep on a rank only the weights its graph still reads.
 
-    %w = slice(p_experts, 0, 4, 8)      ->      p_experts, which is the parameter's rows 4..8 from now on
-    p_other_expert, unused              ->      gone
+%w = slice(p_experts, 0, 4, 8)      ->      p_experts, which is the parameter's rows 4..8 from now on
+p_other_expert, unused              ->      gone
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ def run(graph: fx.Graph, before: set[str]) -> Localized:
         users = list(node.users)
         cuts = {(u.args[2], u.args[3]) for u in users if is_call(u, {aten.slice.Tensor}) and u.args[0] is node and u.args[1] == 0}
         if users and len(cuts) == 1 and all(is_call(u, {aten.slice.Tensor}) for u in users):
-            rows[node.meta["weight"]] = next(iter(cuts))  # type: ignore[assignment]
+            rows[node.meta["weight"]] = next(iter(cuts))
             node.meta["val"] = users[0].meta["val"]
             for user in users:
                 user.replace_all_uses_with(node)

@@ -1,8 +1,9 @@
 """Lower canonical experts to the kernel the plan chose.
 
-    experts(x, ids, weights, w13, b13, w2, b2; swiglu, first)
-        ->  %p = kernel.pack(w13, b13, w2, b2; swiglu), kernel.op(x, ids, weights, *%p; swiglu, first)
+experts(x, ids, weights, w13, b13, w2, b2; swiglu, first)
+    ->  %p = kernel.pack(w13, b13, w2, b2; swiglu), kernel.op(x, ids, weights, *%p; swiglu, first)
 """
+
 from __future__ import annotations
 
 import operator

@@ -1,12 +1,13 @@
 """Drop what computes nothing, so that every later pass sees one spelling.
 
-    %c = aten._to_copy(%x, dtype=float32)   # x is float32 already       ->   %x
-    %v = aten.view(aten.view(%x, [-1, 64]), [-1, 64])                    ->   aten.reshape(%x, [-1, 64])
-    %d = aten.detach(%x), alias, clone, contiguous, dropout(p, False)    ->   %x
-    %m = aten.mul(%x, 1.0)                                               ->   %x
-    _assert_*, sym_constrain_*                                           ->   gone
-    the same pure call twice                                             ->   once
+%c = aten._to_copy(%x, dtype=float32)   # x is float32 already       ->   %x
+%v = aten.view(aten.view(%x, [-1, 64]), [-1, 64])                    ->   aten.reshape(%x, [-1, 64])
+%d = aten.detach(%x), alias, clone, contiguous, dropout(p, False)    ->   %x
+%m = aten.mul(%x, 1.0)                                               ->   %x
+_assert_*, sym_constrain_*                                           ->   gone
+the same pure call twice                                             ->   once
 """
+
 from __future__ import annotations
 
 from typing import Any

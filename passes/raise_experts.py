@@ -8,6 +8,7 @@ What is matched is small: the expert MLPs (GEMM, pointwise region, GEMM). How to
 `x`, `ids`, `weights` and the output are chosen so that they cut the graph, and the region between them must give the same numbers as the
 canonical op on inputs that reach every expert and every clamp (`Trial`); what differs is left alone with a reason.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +20,34 @@ from torch import fx
 from moefx import ops
 from moefx.activation.recognise import Refused, recognise
 from moefx.activation.spec import Activation
-from moefx.graph import VIEWS, ancestors, aten, descendants, dtype, features, insert, is_call, line_of, numel, same_size, shape, through_views, weight_only
+from moefx.graph import (
+    VIEWS,
+    ancestors,
+    aten,
+    descendants,
+    dtype,
+    features,
+    insert,
+    is_call,
+    line_of,
+    numel,
+    same_size,
+    shape,
+    weight_only,
+)
 from moefx.instance import Instance, find_instances, first_weight, is_float, second_weight
 from moefx.motif import Gemm, Motif, find_gemms, find_motifs
 
-_GATHERS = frozenset({aten.index.Tensor, aten.index_select.default, aten.repeat_interleave.self_int, aten.repeat.default, aten.gather.default, aten.cat.default})
+_GATHERS = frozenset(
+    {
+        aten.index.Tensor,
+        aten.index_select.default,
+        aten.repeat_interleave.self_int,
+        aten.repeat.default,
+        aten.gather.default,
+        aten.cat.default,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +106,8 @@ def _nearest_miss(gemms: dict[fx.Node, Gemm]) -> str:
         return "no GEMM with a weight was found in the traced block"
     if stacked:
         last = stacked[-1]
-        return f"a GEMM over stacked expert weights was found ({last.node.name}, {line_of(last.node)}), but no second one fed by it through element-wise ops alone"
+        where = f"{last.node.name}, {line_of(last.node)}"
+        return f"a GEMM over stacked expert weights was found ({where}), but no second one fed by it through element-wise ops alone"
     return f"{len(gemms)} GEMMs were found, but no family of two or more alike MLPs (GEMM, element-wise ops, GEMM) that could be experts"
 
 
@@ -101,7 +126,7 @@ def _raise(graph: fx.Graph, instance: Instance, trial: Trial) -> Raised | str:
         new = _like(graph, candidate.node, cut.output)
         differs = trial(graph, cut, new, candidate)
         if differs is None:
-            cut.output.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)  # type: ignore[misc]
+            cut.output.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
             return candidate
         graph.eliminate_dead_code()
     if differs is not None:
@@ -132,7 +157,11 @@ def _cuts(graph: fx.Graph, instance: Instance, hidden: int, limit: int = 12) -> 
             integers = [n for n in rows if not is_float(n) and dtype(n) in (torch.int64, torch.int32)][::-1]
             for ids in integers:
                 for weights in floats:
-                    if len(shape(ids) or ()) == len(shape(weights) or ()) and _top_k(ids) == _top_k(weights) and _closed(output, {x, ids, weights}, instance):
+                    if (
+                        len(shape(ids) or ()) == len(shape(weights) or ())
+                        and _top_k(ids) == _top_k(weights)
+                        and _closed(output, {x, ids, weights}, instance)
+                    ):
                         yield Cut(x, ids, weights, output)
                         count += 1
                         if count >= limit:
@@ -147,9 +176,9 @@ def _tokens(instance: Instance, hidden: int) -> list[fx.Node]:
     while isinstance(node, fx.Node):
         chain.append(node)
         if is_call(node, VIEWS | _GATHERS | {aten._to_copy.default}) and not is_call(node, {aten.cat.default}):
-            node = node.args[0]  # type: ignore[assignment]
-        elif is_call(node, {aten.cat.default}) and len(set(node.args[0])) == 1:  # type: ignore[arg-type]
-            node = node.args[0][0]  # type: ignore[index]
+            node = node.args[0]
+        elif is_call(node, {aten.cat.default}) and len(set(node.args[0])) == 1:
+            node = node.args[0][0]
         else:
             break
     fit = [n for n in chain[::-1] if (shape(n) or (0,))[-1] == hidden and dtype(n) == dtype(gemm.weight)]
@@ -209,7 +238,9 @@ def _closed(output: fx.Node, inputs: set[fx.Node], instance: Instance) -> bool:
     return all(n in inputs or n.op != "placeholder" or "weight" in n.meta for n in inside)
 
 
-def _replacement(graph, instance: Instance, cut: Cut, activation: Activation, rounding: str, order: Sequence[Gemm], hidden: int, why: str | None) -> Raised:
+def _replacement(
+    graph, instance: Instance, cut: Cut, activation: Activation, rounding: str, order: Sequence[Gemm], hidden: int, why: str | None
+) -> Raised:
     like, motif = cut.output, instance.motifs[0]
     top_k = _top_k(cut.ids)
     x = _as_rows(graph, cut.x, hidden, like)
@@ -222,9 +253,12 @@ def _replacement(graph, instance: Instance, cut: Cut, activation: Activation, ro
     else:
         wanted = (2 if activation.gated else 1) * intermediate
         if (shape(w13) or (0, 0))[1] != wanted or (shape(w13) or ())[-1] != hidden:
-            raise ValueError(f"expert weights of shapes {tuple(shape(w13) or ())} and {tuple(shape(w2) or ())} do not fit a {activation.kind} MLP over hidden size {hidden}")
+            sizes = f"{tuple(shape(w13) or ())} and {tuple(shape(w2) or ())}"
+            raise ValueError(f"expert weights of shapes {sizes} do not fit a {activation.kind} MLP over hidden size {hidden}")
         node = insert(graph, ops.experts, (x, ids, weights, w13, b13, w2, b2, activation.encode()), like)
-    return Raised(node, instance.form, activation, rounding, instance.experts, top_k, intermediate, hidden, b13 is not None or b2 is not None, x, why)
+    return Raised(
+        node, instance.form, activation, rounding, instance.experts, top_k, intermediate, hidden, b13 is not None or b2 is not None, x, why
+    )
 
 
 def _as_rows(graph: fx.Graph, node: fx.Node, width: int, like: fx.Node) -> fx.Node:
@@ -235,18 +269,17 @@ def _as_rows(graph: fx.Graph, node: fx.Node, width: int, like: fx.Node) -> fx.No
 
 def _like(graph: fx.Graph, node: fx.Node, output: fx.Node) -> fx.Node:
     """`node` [T, H] in the dtype and shape of `output`."""
-    with graph.inserting_before(_after(node)):
+    with graph.inserting_before(node.next):
         if dtype(node) != dtype(output):
             node = insert(graph, aten._to_copy.default, (node,), output, {"dtype": dtype(output)})
         sizes = shape(output) or ()
         if len(sizes) != len(shape(node) or ()):
             lead = [insert(graph, aten.sym_size.int, (output, d), output) for d in range(len(sizes) - 1)]
-            source = through_views(output)
-            node = insert(graph, aten.reshape.default, (node, _sizes_from_inputs(graph, output, lead, source)), output)
+            node = insert(graph, aten.reshape.default, (node, _sizes_from_inputs(graph, output, lead)), output)
     return node
 
 
-def _sizes_from_inputs(graph: fx.Graph, output: fx.Node, lead: list[fx.Node], source: fx.Node) -> list[object]:
+def _sizes_from_inputs(graph: fx.Graph, output: fx.Node, lead: list[fx.Node]) -> list[object]:
     """Sizes for a reshape to `output`'s shape, read from an input of the graph that has the same leading sizes."""
     sizes = shape(output) or ()
     for node in graph.nodes:
@@ -257,10 +290,6 @@ def _sizes_from_inputs(graph: fx.Graph, output: fx.Node, lead: list[fx.Node], so
                     old.args = (node, d)
                 return [*lead, sizes[-1]]
     return [*lead, sizes[-1]]
-
-
-def _after(node: fx.Node) -> fx.Node:
-    return node.next
 
 
 def _opaque(graph, motif: Motif, x, ids, weights, stacked, top_k: int, hidden: int, like: fx.Node, why: str | None) -> fx.Node:
@@ -281,8 +310,9 @@ def _opaque(graph, motif: Motif, x, ids, weights, stacked, top_k: int, hidden: i
         if node in mapping:
             continue
         if node.op != "call_function" or any(i not in mapping for i in node.all_input_nodes):
-            raise ValueError(f"the activation is not recognised ({why}) and can't be moved to rows of tokens: {node.name} ({line_of(node)}) reads more than the expert's product")
-        mapping[node] = insert(graph, node.target, fx.map_arg(node.args, mapping.__getitem__), node, dict(node.kwargs))  # type: ignore[arg-type]
+            where = f"{node.name} ({line_of(node)})"
+            raise ValueError(f"the activation is not recognised ({why}) and {where} in it reads more than the expert's product")
+        mapping[node] = insert(graph, node.target, fx.map_arg(node.args, mapping.__getitem__), node, dict(node.kwargs))
     h = mapping[motif.region]
     if len(shape(h) or ()) != 2:
         raise ValueError(f"the activation is not recognised ({why}) and does not work on rows of tokens")

@@ -5,6 +5,7 @@
 
 A shared expert whose activation is no named variant stays as it is and is reported.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -40,7 +41,9 @@ def run(graph: fx.Graph, routed: Raised) -> RaisedShared | None:
     weights = weight_only(graph)
     found = []
     for motif in find_motifs(find_gemms(graph, weights), weights):
-        if motif.second.kind == "plain" and all(g.kind == "plain" and through_views(g.data) is through_views(routed.x) for g in motif.first):
+        if motif.second.kind == "plain" and all(
+            g.kind == "plain" and through_views(g.data) is through_views(routed.x) for g in motif.first
+        ):
             shared = _follow(motif, routed)
             if shared is not None:
                 found.append((motif, shared))
@@ -79,7 +82,7 @@ def _follow(motif: Motif, routed: Raised) -> tuple[fx.Node, fx.Node, fx.Node | N
                 top = through_views(other)
                 name = getattr(top.target, "__name__", str(top.target)).split(".")[0]
                 why = why or f"the routed output passes {name} before the shared part is added"
-            return node, user, gate, why  # type: ignore[return-value]
+            return node, user, gate, why
         else:
             return None
 
@@ -89,10 +92,16 @@ def _is_sigmoid_gate(node: object, routed: Raised) -> bool:
     if not is_call(top, {aten.sigmoid.default}) or not isinstance(node, fx.Node):
         return False
     logits = through_views(top.args[0])
-    return is_call(logits, {aten.linear.default}) and through_views(logits.args[0]) is through_views(routed.x) and (shape(logits) or (0,))[-1] == 1
+    return (
+        is_call(logits, {aten.linear.default})
+        and through_views(logits.args[0]) is through_views(routed.x)
+        and (shape(logits) or (0,))[-1] == 1
+    )
 
 
-def _rewrite(graph: fx.Graph, motif: Motif, end: fx.Node, join: fx.Node, gate: fx.Node | None, why: str | None, routed: Raised) -> RaisedShared:
+def _rewrite(
+    graph: fx.Graph, motif: Motif, end: fx.Node, join: fx.Node, gate: fx.Node | None, why: str | None, routed: Raised
+) -> RaisedShared:
     hidden, intermediate = features(motif.second.output), features(motif.region)
     bias = any(g.bias is not None for g in motif.gemms)
     kind = "sigmoid" if gate is not None else None
@@ -134,4 +143,3 @@ def _in_shape_of(graph: fx.Graph, node: fx.Node, end: fx.Node, join: fx.Node) ->
         return node
     other = join.args[1] if join.args[0] is end else join.args[0]
     return insert(graph, aten.view_as.default, (node, other), end)
-

@@ -7,6 +7,7 @@
 
 Rank r owns the experts [r*E, (r+1)*E), the last rank the shared slots too: a slot counts once whatever the number of ranks.
 """
+
 from __future__ import annotations
 
 import operator
@@ -25,11 +26,13 @@ def expert_ranges(experts: int, ep_size: int, total: int) -> list[tuple[int, int
     return [(r * each, total if r == ep_size - 1 else (r + 1) * each) for r in range(ep_size)]
 
 
-def run(graph: fx.Graph, node: fx.Node, experts: int, options: Options, rank: int | None = None, group_name: str | None = None) -> list[fx.Node]:
+def run(
+    graph: fx.Graph, node: fx.Node, experts: int, options: Options, rank: int | None = None, group_name: str | None = None
+) -> list[fx.Node]:
     """Rewrite `graph` in place; returns the `moefx.experts` nodes that run here (one a virtual rank, one in all with a group)."""
     if options.ep_size == 1:
         return [node]
-    total = int((shape(node.args[3]) or ())[0])  # type: ignore[arg-type]
+    total = int((shape(node.args[3]) or ())[0])
     ranges = expert_ranges(experts, options.ep_size, total)
     with graph.inserting_before(node):
         if rank is None:
@@ -73,7 +76,9 @@ def _rows(graph: fx.Graph, weight: Any, begin: int, end: int, like: fx.Node) -> 
     return insert(graph, aten.slice.Tensor, (weight, 0, begin, end), like)
 
 
-def _with_group(graph: fx.Graph, node: fx.Node, own: tuple[int, int], each: int, options: Options, group: str) -> tuple[list[fx.Node], fx.Node]:
+def _with_group(
+    graph: fx.Graph, node: fx.Node, own: tuple[int, int], each: int, options: Options, group: str
+) -> tuple[list[fx.Node], fx.Node]:
     from moefx import parallel
 
     if options.a2a == "none":
@@ -85,4 +90,3 @@ def _with_group(graph: fx.Graph, node: fx.Node, own: tuple[int, int], each: int,
     part = _on_rank(graph, node, pieces[:3], *own)
     tokens = insert(graph, aten.sym_size.int, (x, 0), node)
     return [part], insert(graph, parallel.combine, (part, *pieces[3:], tokens, group), node)
-

@@ -1,4 +1,5 @@
 """Run under torchrun: `optimize` over a process group against the model as it was. Prints OK on every rank or raises."""
+
 import sys
 
 import torch

@@ -6,6 +6,7 @@
 - scales per 128 columns: fp32 [E, N, G], or with ue8m0 int32 [E, N, G/4] (four exponents each, stored as [E, G/4, N]);
 - rows past masked_m: q and scales are zero.
 """
+
 from __future__ import annotations
 
 import torch
@@ -49,5 +50,7 @@ def _cuda(h, masked_m, limit, ue8m0):
     return launch(h, masked_m, limit, ue8m0)
 
 
-act_quant = ops.define("jit_ep_act_quant(Tensor h, Tensor masked_m, float? limit, bool ue8m0) -> (Tensor, Tensor)", _cpu, _fake, device="CPU")
+act_quant = ops.define(
+    "jit_ep_act_quant(Tensor h, Tensor masked_m, float? limit, bool ue8m0) -> (Tensor, Tensor)", _cpu, _fake, device="CPU"
+)
 ops.implement("jit_ep_act_quant", _cuda, "CUDA")

@@ -2,6 +2,7 @@
 
 The contract is that of the public kernel, whatever runs here: an implementation of this name keeps it.
 """
+
 from __future__ import annotations
 
 import torch
@@ -52,7 +53,11 @@ KERNEL = Kernel(
         targets=("sm90", "sm100", "gfx942", "gfx950"),
     ),
     pack=fp8_experts.pack,
-    op=ops.define(f"experts_jit_ep{fp8_fallback.SCHEMA}", _experts, lambda x, ids, w, q13, s13, b13, q2, s2, b2, activation, first=0: x.new_empty(x.shape[0], q2.shape[1])),
+    op=ops.define(
+        f"experts_jit_ep{fp8_fallback.SCHEMA}",
+        _experts,
+        lambda x, ids, w, q13, s13, b13, q2, s2, b2, activation, first=0: x.new_empty(x.shape[0], q2.shape[1]),
+    ),
     reference=fp8_experts.reference(_plain),
     lossy=True,
 )

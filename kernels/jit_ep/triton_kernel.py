@@ -2,6 +2,7 @@
 
 Loads are widened to fp32 at once; the limit arrives rounded to bf16, so that the clamp in fp32 is the clamp in bf16.
 """
+
 from __future__ import annotations
 
 import torch

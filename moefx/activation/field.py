@@ -9,6 +9,7 @@ a function of another expression (sigmoid(P), relu(P - t), erf(P), ...). What ma
 
 Only gelu's irrational constants are matched with a tolerance (6e-8).
 """
+
 from __future__ import annotations
 
 import math
@@ -24,7 +25,7 @@ _POOL = 40
 _FIELD, *_GENS = field([f"a{i}" for i in range(_POOL)], QQ)
 _GELU_TOLERANCE = 6e-8
 
-Expr = Any    # an element of _FIELD
+Expr = Any  # an element of _FIELD
 
 
 class TooManyAtomsError(Exception):
@@ -81,7 +82,7 @@ class Algebra:
         return [self.atoms[i] for i in sorted(used)]
 
     def divide(self, a: Expr, b: Expr) -> Expr:
-        """a / b where b is a constant or a product of atoms that are never zero (sigmoid); elsewhere an opaque atom: u / u is not 1 at 0."""
+        """a / b where b is a constant or a product of sigmoids, which are never zero; else an opaque atom: u / u is not 1 at 0."""
         if b == 0:
             raise ValueError("a division by zero")
         if all(self._never_zero(poly) for poly in (b.numer, b.denom)):

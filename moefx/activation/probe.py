@@ -3,6 +3,7 @@
 Random columns around every size of number, in float64 with the region's casts left out (agreement to 1e-9), and extreme values in the
 region's own dtype: x * exp(x) / (1 + exp(x)) is silu on paper and NaN from 89 on in float32.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -26,13 +27,15 @@ def extremes_differ(activation: Activation, output: fx.Node, leaves: Sequence[fx
     for scale in (0.1, 1.0, 4.0, abs(activation.limit or 1.0) * 2):
         inputs = [x * scale for x in normal]
         got, want = _run(output, dict(zip(leaves, inputs, strict=True)), exact=True), _formula(activation, leaves, inputs)
-        if got is not None and not torch.allclose(got.reshape(-1)[: want.numel()], want.reshape(-1)[: got.numel()], rtol=1e-6, atol=1e-9 * scale):
+        if got is not None and not torch.allclose(
+            got.reshape(-1)[: want.numel()], want.reshape(-1)[: got.numel()], rtol=1e-6, atol=1e-9 * scale
+        ):
             return f"the region and the formula {activation.kind} differ on random values of size {scale:g}"
     dtype = value(leaves[0]).dtype
     for x in _EXTREMES:
         inputs = [torch.full(concrete_shape(leaf), x, dtype=dtype) for leaf in leaves]
         got, want = _run(output, dict(zip(leaves, inputs, strict=True)), exact=False), _formula(activation, leaves, inputs)
-        if got is not None and bool((got.double().reshape(-1)[0].isfinite() != want.double().reshape(-1)[0].isfinite())):
+        if got is not None and bool(got.double().reshape(-1)[0].isfinite() != want.double().reshape(-1)[0].isfinite()):
             return f"the region and the formula {activation.kind} differ at {x:g} in {str(dtype).removeprefix('torch.')}: one overflows"
     return None
 
@@ -56,13 +59,13 @@ def _run(output: fx.Node, known: dict[fx.Node, torch.Tensor], exact: bool) -> to
         if node.op != "call_function":
             return None
         if exact and node.target is aten._to_copy.default:
-            env[node] = env[node.args[0]]  # type: ignore[index]
+            env[node] = env[node.args[0]]
             continue
         if node.target in _SHAPED:
-            source = env[node.args[0]]  # type: ignore[index]
+            source = env[node.args[0]]
             env[node] = source.expand(concrete_shape(node)) if node.target is aten.expand.default else source.reshape(concrete_shape(node))
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        result = node.target(*args, **kwargs)
         env[node] = result
     return env[output]

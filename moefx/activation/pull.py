@@ -4,6 +4,7 @@
 of positions (token dims set to 1), and the result says which position each column comes from. So the column map (concatenated,
 interleaved, ...) is read off the positions at the leaves.
 """
+
 from __future__ import annotations
 
 import operator
@@ -16,16 +17,46 @@ from torch import fx
 from moefx.activation.field import Algebra, Expr
 from moefx.graph import aten, line_of, value
 
-_VIEWS = frozenset({
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
-    aten.squeeze.dims, aten.permute.default, aten.transpose.int, aten.t.default, aten.select.int, aten.slice.Tensor, aten.flip.default,
-    aten.alias.default, aten.detach.default, aten.contiguous.default, aten.clone.default, aten.movedim.int, aten.expand.default,
-    aten.flatten.using_ints, aten.narrow.default, aten.unfold.default, aten.diagonal.default, aten.lift_fresh_copy.default, aten.roll.default,
-})
-_LISTS = frozenset({
-    aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.tensor_split.sections,
-    aten.tensor_split.indices,
-})
+_VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.default,
+        aten.squeeze.dims,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.flip.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.contiguous.default,
+        aten.clone.default,
+        aten.movedim.int,
+        aten.expand.default,
+        aten.flatten.using_ints,
+        aten.narrow.default,
+        aten.unfold.default,
+        aten.diagonal.default,
+        aten.lift_fresh_copy.default,
+        aten.roll.default,
+    }
+)
+_LISTS = frozenset(
+    {
+        aten.split.Tensor,
+        aten.split.sizes,
+        aten.split_with_sizes.default,
+        aten.chunk.default,
+        aten.unbind.int,
+        aten.tensor_split.sections,
+        aten.tensor_split.indices,
+    }
+)
 _SHAPED = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default})
 _CASTS = frozenset({aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten.type_as.default})
 _COMPARE = {"gt": (True, False), "ge": (True, False), "lt": (False, False), "le": (False, False)}
@@ -63,7 +94,7 @@ class Pull:
         if node in self.leaves:
             return self._leaf(node, positions)
         if node.op == "get_attr":
-            return self._constant_tensor(node, getattr(node.graph.owning_module, str(node.target)), positions)
+            return self._constant_tensor(node, getattr(node.graph.owning_module, str(node.target)))
         if node.op != "call_function":
             raise UnreadableError("the activation depends on an input of the block", node)
         val = value(node)
@@ -74,8 +105,8 @@ class Pull:
         target = node.target
         if target in _VIEWS:
             return self.read(node.args[0], self._through(node, positions))
-        if target is operator.getitem and node.args[0].target in _LISTS:  # type: ignore[union-attr]
-            return self.read(node.args[0].args[0], self._through(node, positions))  # type: ignore[union-attr]
+        if target is operator.getitem and node.args[0].target in _LISTS:
+            return self.read(node.args[0].args[0], self._through(node, positions))
         if target in (aten.cat.default, aten.stack.default):
             return self._joined(node, positions)
         if target in _CASTS:
@@ -96,14 +127,14 @@ class Pull:
             raise UnreadableError("the activation mixes the rows of different tokens", node)
         return self.algebra.atom("leaf", (node, tuple(columns.tolist())))
 
-    def _constant_tensor(self, node: fx.Node, tensor: Any, positions: torch.Tensor) -> Expr:
+    def _constant_tensor(self, node: fx.Node, tensor: Any) -> Expr:
         flat = tensor.detach().reshape(-1) if isinstance(tensor, torch.Tensor) else torch.tensor([])
         if flat.numel() == 0 or not bool((flat == flat[0]).all()):
             raise UnreadableError("a constant that differs from column to column", node)
         return self.algebra.constant(float(flat[0]))
 
     def _through(self, node: fx.Node, positions: torch.Tensor) -> torch.Tensor:
-        source = node.args[0].args[0] if node.target is operator.getitem else node.args[0]  # type: ignore[union-attr]
+        source = node.args[0].args[0] if node.target is operator.getitem else node.args[0]
         sizes = concrete_shape(source)
         total = 1
         for size in sizes:
@@ -114,10 +145,10 @@ class Pull:
                 moved = grid.expand(concrete_shape(node)) if node.target is aten.expand.default else grid.reshape(concrete_shape(node))
             elif node.target is operator.getitem:
                 inner = node.args[0]
-                args = [concrete(a) for a in inner.args[1:]]  # type: ignore[union-attr]
-                moved = inner.target(grid, *args, **inner.kwargs)[node.args[1]]  # type: ignore[union-attr,operator]
+                args = [concrete(a) for a in inner.args[1:]]
+                moved = inner.target(grid, *args, **inner.kwargs)[node.args[1]]
             else:
-                moved = node.target(grid, *[concrete(a) for a in node.args[1:]], **_no_format(node.kwargs))  # type: ignore[operator]
+                moved = node.target(grid, *[concrete(a) for a in node.args[1:]], **_no_format(node.kwargs))
         except (RuntimeError, IndexError, TypeError) as error:
             raise UnreadableError(f"a view that depends on the tokens ({str(error).splitlines()[0]})", node) from error
         flat = moved.reshape(-1)
@@ -126,8 +157,8 @@ class Pull:
         return flat[positions]
 
     def _joined(self, node: fx.Node, positions: torch.Tensor) -> Expr:
-        parts = list(node.args[0])  # type: ignore[arg-type]
-        dim = int(node.args[1]) if len(node.args) > 1 else int(node.kwargs.get("dim", 0))  # type: ignore[call-overload]
+        parts = list(node.args[0])
+        dim = int(node.args[1]) if len(node.args) > 1 else int(node.kwargs.get("dim", 0))
         join = torch.cat if node.target is aten.cat.default else torch.stack
         numbers, grids = [], []
         for i, part in enumerate(parts):
@@ -166,7 +197,9 @@ class Pull:
         return self.read(source, grid.expand(concrete_shape(node)).reshape(-1)[positions])
 
     def condition(self, node: Any, positions: torch.Tensor) -> tuple[bool, Expr, Expr]:
-        name = str(getattr(node.target, "_schema", "")).split("(")[0].removeprefix("aten::").split(".")[0] if isinstance(node, fx.Node) else ""
+        name = (
+            str(getattr(node.target, "_schema", "")).split("(")[0].removeprefix("aten::").split(".")[0] if isinstance(node, fx.Node) else ""
+        )
         if name not in _COMPARE:
             raise UnreadableError("a condition that is no comparison of gate or up with a number", node)
         return _COMPARE[name][0], self.operand(node, 0, positions), self.operand(node, 1, positions)
@@ -292,8 +325,9 @@ _RULES: dict[str, Rule] = {
     "clamp_min": _clamp,
     "clamp_max": lambda p, n, i: p.algebra.minimum(p.operand(n, 0, i), _bound(p, n, n.args[1], i)),
     "hardtanh": lambda p, n, i: p.algebra.minimum(
-        p.algebra.maximum(p.operand(n, 0, i), p.algebra.constant(n.args[1] if len(n.args) > 1 else -1.0)),  # type: ignore[arg-type]
-        p.algebra.constant(n.args[2] if len(n.args) > 2 else 1.0)),  # type: ignore[arg-type]
+        p.algebra.maximum(p.operand(n, 0, i), p.algebra.constant(n.args[1] if len(n.args) > 1 else -1.0)),
+        p.algebra.constant(n.args[2] if len(n.args) > 2 else 1.0),
+    ),
     "minimum": lambda p, n, i: p.algebra.minimum(p.operand(n, 0, i), p.operand(n, 1, i)),
     "maximum": lambda p, n, i: p.algebra.maximum(p.operand(n, 0, i), p.operand(n, 1, i)),
     "where": _where,
@@ -304,7 +338,10 @@ _RULES: dict[str, Rule] = {
     "ones_like": _fixed(1.0),
     "zeros": _fixed(0.0),
     "ones": _fixed(1.0),
-    **{name: _unknown(name) for name in ("softplus", "log", "log1p", "expm1", "sqrt", "rsqrt", "sin", "cos", "mish", "elu", "hardswish", "log_sigmoid")},
+    **{
+        name: _unknown(name)
+        for name in ("softplus", "log", "log1p", "expm1", "sqrt", "rsqrt", "sin", "cos", "mish", "elu", "hardswish", "log_sigmoid")
+    },
 }
 
 

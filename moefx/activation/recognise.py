@@ -1,4 +1,5 @@
 """Name the activation between two expert GEMMs, by algebra: read the region as an expression, propose a variant, accept exact equality."""
+
 from __future__ import annotations
 
 import hashlib
@@ -44,7 +45,7 @@ def recognise(output: fx.Node, leaves: Sequence[fx.Node]) -> Recognised | Refuse
     width = features(output)
     try:
         expr = pull.read(output, torch.arange(width))
-        hits = [hit for hit in _proposals(algebra, expr, list(leaves), width) if hit is not None]
+        hits = [hit for hit in _proposals(algebra, expr, width) if hit is not None]
     except UnreadableError as error:
         return Refused(str(error), error.node)
     except TooManyAtomsError:
@@ -61,12 +62,16 @@ def recognise(output: fx.Node, leaves: Sequence[fx.Node]) -> Recognised | Refuse
 
 
 def _rounding(output: fx.Node, leaves: Sequence[fx.Node]) -> str:
-    types = {str(value(n).dtype).removeprefix("torch.") for n in region_nodes(output, leaves) if isinstance(value(n), torch.Tensor) and value(n).is_floating_point()}
+    types = {
+        str(value(n).dtype).removeprefix("torch.")
+        for n in region_nodes(output, leaves)
+        if isinstance(value(n), torch.Tensor) and value(n).is_floating_point()
+    }
     narrow = sorted(types & {"bfloat16", "float16"})
     return f"equal up to rounding: the model rounds to {narrow[0]} between steps" if narrow else "exact"
 
 
-def _proposals(a: Algebra, expr: Expr, leaves: list[fx.Node], width: int) -> Iterator[tuple[Activation, tuple[fx.Node, ...]] | None]:
+def _proposals(a: Algebra, expr: Expr, width: int) -> Iterator[tuple[Activation, tuple[fx.Node, ...]] | None]:
     columns = [atom for atom in a.atoms_of(expr) if atom.kind == "leaf"]
     if len(columns) == 1:
         x = a.atom("leaf", columns[0].key)

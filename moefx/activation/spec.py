@@ -10,6 +10,7 @@
 | relu2, silu | relu(x)^2, silu(x): no gate |
 | opaque | kept as the graph had it |
 """
+
 from __future__ import annotations
 
 import functools
@@ -58,7 +59,7 @@ class Activation:
         return json.dumps(asdict(self), sort_keys=True)
 
     @staticmethod
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def decode(text: str) -> Activation:
         return Activation(**json.loads(text))
 
