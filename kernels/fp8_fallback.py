@@ -39,7 +39,10 @@ def _fake(x, ids, weights, q13, s13, b13, q2, s2, b2, activation, first=0):
     return x.new_empty(x.shape[0], q2.shape[1])
 
 
-SCHEMA = "(Tensor x, Tensor ids, Tensor weights, Tensor q13, Tensor s13, Tensor? b13, Tensor q2, Tensor s2, Tensor? b2, str activation, int first=0) -> Tensor"
+SCHEMA = (
+    "(Tensor x, Tensor ids, Tensor weights, Tensor q13, Tensor s13, Tensor? b13, Tensor q2, Tensor s2, Tensor? b2, str activation, "
+    "int first=0) -> Tensor"
+)
 
 KERNEL = Kernel(
     name="fp8_fallback",

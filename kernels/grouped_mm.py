@@ -79,7 +79,10 @@ def _fake(x, ids, weights, w13, b13, w2, b2, activation, first=0):
     return x.new_empty(x.shape[0], w2.shape[1])
 
 
-_SCHEMA = "experts_grouped_mm(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor? b13, Tensor w2, Tensor? b2, str activation, int first=0) -> Tensor"
+_SCHEMA = (
+    "experts_grouped_mm(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor? b13, Tensor w2, Tensor? b2, str activation, "
+    "int first=0) -> Tensor"
+)
 
 KERNEL = Kernel(
     name="grouped_mm",

@@ -151,7 +151,7 @@ def _from_program(program: ExportedProgram, names: tuple[str, ...], constants: d
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             node.meta["weight"] = spec.target
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            _to_attribute(node, program.constants[spec.target], attributes)
+            _to_attribute(program.graph_module, node, program.constants[spec.target], attributes)
         elif spec.kind is not InputKind.USER_INPUT:
             raise CaptureError(f"the trace has an input of kind {spec.kind.name}, which moefx does not rewrite")
     for out in signature.output_specs:
@@ -174,10 +174,11 @@ def _from_program(program: ExportedProgram, names: tuple[str, ...], constants: d
     return Capture(fx.GraphModule(attributes, graph), names, constants, out_spec, flat, tensors)
 
 
-def _to_attribute(node: fx.Node, constant: torch.Tensor, attributes: dict[str, Any]) -> None:
+def _to_attribute(module: fx.GraphModule, node: fx.Node, constant: torch.Tensor, attributes: dict[str, Any]) -> None:
     """A constant the trace lifted becomes an attribute of the graph module again: it is no input of the block."""
     graph, name = node.graph, f"constant_{node.name}"
     attributes[name] = constant
+    module.register_buffer(name, constant)
     with graph.inserting_before(_first_call(graph)):
         new = graph.get_attr(name)
     new.meta = dict(node.meta)

@@ -95,7 +95,7 @@ def _with_router(
 
 
 def _has_router(node: nn.Module, experts_module: nn.Module, experts: int) -> bool:
-    """A matrix with E rows or columns outside the experts; beside stacked experts only in a submodule or so named (a bias is [E, .] too)."""
+    """A matrix with E rows or columns outside the experts; beside stacked ones only in a submodule or so named (a bias is [E, .] too)."""
     own = {id(p) for p in experts_module.parameters(recurse=node is not experts_module)}
     for name, parameter in node.named_parameters():
         named = "router" in name or name in ("gate", "gate_weight", "wg")

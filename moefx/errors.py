@@ -9,11 +9,3 @@ class MoefxError(RuntimeError):
 
 class NotRewrittenError(MoefxError):
     """`strict=True` and a layer that looks like MoE was left alone."""
-
-
-class ContractError(MoefxError):
-    """A value check of a kernel contract failed at run time."""
-
-
-class ConsumedError(MoefxError):
-    """The model was consumed by `optimize(..., inplace=True)`."""

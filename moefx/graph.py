@@ -233,3 +233,37 @@ def getitem_source(node: fx.Node) -> tuple[fx.Node, int] | None:
     if node.op == "call_function" and node.target is operator.getitem:
         return node.args[0], node.args[1]
     return None
+
+
+def text(graph: fx.Graph) -> str:
+    """The graph for people: one line a node, weights by their qualified names, results numbered, sizes and metadata left out."""
+    names: dict[fx.Node, str] = {}
+    lines = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            names[node] = node.meta["weight"] if is_weight(node) else f"%{node.target}"
+        elif node.op == "get_attr":
+            names[node] = f"%{node.target}"
+        elif node.op == "output":
+            lines.append(f"return {_written(node.args[0], names)}")
+        else:
+            names[node] = f"%{len(lines)}"
+            arguments = [_written(a, names) for a in node.args] + [f"{k}={_written(v, names)}" for k, v in node.kwargs.items()]
+            lines.append(f"{names[node]} = {_called(node.target)}({', '.join(arguments)})")
+    return "\n".join(lines)
+
+
+def _called(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        space, _, name = str(target).rpartition("::")[2].partition(".")
+        return f"{space}.{name.removesuffix('.default')}"
+    return getattr(target, "__name__", str(target))
+
+
+def _written(item: Any, names: dict[fx.Node, str]) -> str:
+    if isinstance(item, fx.Node):
+        return names[item]
+    if isinstance(item, (list, tuple)):
+        inner = ", ".join(_written(i, names) for i in item)
+        return f"[{inner}]" if isinstance(item, list) else f"({inner})"
+    return str(item).removeprefix("torch.") if isinstance(item, torch.dtype) else repr(item)

@@ -13,14 +13,12 @@ from torch import nn
 from moefx import discover, swap
 from moefx.decision import check_divides, decide
 from moefx.discover import Candidate
-from moefx.errors import ConsumedError, NotRewrittenError
+from moefx.errors import NotRewrittenError
+from moefx.graph import text
 from moefx.options import A2A, PRECISIONS, TARGETS, Options, check_choice, check_ep_size, resolve_a2a
 from moefx.reports import REPORT_KEY, LayerRecord, Report
-from moefx.rewrite import PASSES, Lowered, Ranks, Traced, lower, trace
+from moefx.rewrite import DISABLABLE, Lowered, Ranks, Traced, lower, trace
 from moefx.verify import TOLERANCE, block_inputs, outputs_differ
-
-CONSUMED_KEY = "_moefx_consumed"
-
 
 def optimize(
     model: nn.Module,
@@ -42,7 +40,7 @@ def optimize(
     only when a block's own inputs can't be made up from its weights. ep_size, group, a2a: expert parallelism; without an initialised
     process group the ranks are virtual, in this process. precision: "preserve" never lowers it. target: where the kernels are meant to
     run, by default where the model is. verify: compare each rewritten block with the block as it was. strict: a layer that looks like
-    MoE and is not rewritten raises NotRewrittenError. inplace: change `model` itself. disable: names of passes or kernels to leave out.
+    MoE and is not rewritten raises NotRewrittenError. inplace: change and return `model` itself. disable: names of passes or kernels to leave out.
 
     Raises TypeError for what is no module and ValueError for values, before anything is changed. `moefx.report(result)` says what was
     done and why.
@@ -75,8 +73,6 @@ def check_arguments(
     """The options, resolved; every bad value raises here."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"moefx.optimize expects a torch.nn.Module, got {type(model).__name__}")
-    if model.__dict__.get(CONSUMED_KEY):
-        raise ConsumedError("this model was consumed by optimize(..., inplace=True); use what that call returned")
     if REPORT_KEY in model.__dict__ or swap.swapped(model):
         raise ValueError("the model is already optimised by moefx; pass the original model")
     check_ep_size(ep_size)
@@ -87,7 +83,7 @@ def check_arguments(
     from moefx.kernels.registry import KERNELS
 
     for name in [disable] if isinstance(disable, str) else disable:
-        check_choice("disable", name, (*PASSES, *(k.name for k in KERNELS)))
+        check_choice("disable", name, (*DISABLABLE, *(k.name for k in KERNELS)))
     ranks = _ranks(group, ep_size)
     disabled = (disable,) if isinstance(disable, str) else tuple(disable)
     options = Options(
@@ -192,13 +188,13 @@ def _rewrite(
         decision,
         rounding=traced.routed.rounding,
         opaque_reason=traced.routed.opaque_reason,
-        before=str(traced.capture.graph.graph),
+        before=text(traced.capture.graph.graph),
     )
     if decision.kernel is None:
         return record
     block = result.get_submodule(candidate.name)
     lowered = lower(traced, decision, options, ranks)
-    record.after = str(lowered.graph.graph)
+    record.after = text(lowered.graph.graph)
     forward = build_forward(block, traced, lowered)
     if verify:
         record.check = _check(candidate.module, block, traced, decision, options, ranks, forward)

@@ -16,6 +16,8 @@ def why_unfused(layer: Layer, options: Options) -> str | None:
     """The first predicate of a fused slot that fails, in words; None when the shared expert may be fused (whatever the kernel says)."""
     shared = layer.shared
     assert shared is not None
+    if "fuse_shared_expert" in options.disable:
+        return "the pass fuse_shared_expert is disabled"
     if layer.shared_why_unfused is not None:
         return layer.shared_why_unfused
     if shared.D % layer.D != 0:

@@ -13,7 +13,7 @@ from torch import fx
 from moefx.capture import Capture, CaptureError, capture
 from moefx.decision import Decision
 from moefx.discover import Candidate, example_arguments
-from moefx.graph import dtype, is_weight
+from moefx.graph import dtype, is_weight, text
 from moefx.layer import Layer, Shared
 from moefx.options import Options
 from moefx.passes import (
@@ -31,16 +31,8 @@ from moefx.passes.raise_shared_expert import RaisedShared
 from moefx.reports import LayerRecord
 from moefx.verify import region_differs
 
-PASSES = (
-    "normalize",
-    "raise_experts",
-    "raise_shared_expert",
-    "fuse_shared_expert",
-    "shard_experts",
-    "localize_weights",
-    "lower_experts",
-    "hoist_weights",
-)
+DISABLABLE = ("normalize", "raise_experts", "raise_shared_expert", "fuse_shared_expert")
+"""Passes that may be left out; the others carry out what was decided."""
 
 
 @dataclass
@@ -77,7 +69,7 @@ def trace(candidate: Candidate, options: Options, example: Mapping[str, Any] | N
     if isinstance(captured, str):
         return LayerRecord(candidate.name, False, reason=captured, seconds=time.perf_counter() - started)
     graph = captured.graph.graph
-    before = str(graph)
+    before = text(graph)
     if "normalize" not in options.disable:
         normalize.run(graph)
     tensors = {
@@ -150,17 +142,10 @@ def lower(traced: Traced, decision: Decision, options: Options, ranks: Ranks | N
     local = None
     if routed.opaque_reason is None:
         node = routed.node
-        if (
-            decision.placement == "fused"
-            and traced.shared is not None
-            and traced.shared.node is not None
-            and "fuse_shared_expert" not in options.disable
-        ):
+        if decision.placement == "fused" and traced.shared is not None and traced.shared.node is not None:
             shared = replace(traced.shared, node=names[traced.shared.node.name], join=names[traced.shared.join.name])
             node = fuse_shared_expert.run(graph, routed, shared)
-        nodes = [node]
-        if "shard_experts" not in options.disable:
-            nodes = shard_experts.run(
+        nodes = shard_experts.run(
                 graph, node, routed.experts, options, ranks.rank if ranks else None, ranks.group_name if ranks else None
             )
         assert decision.kernel is not None

@@ -122,16 +122,22 @@ def _raise(graph: fx.Graph, instance: Instance, trial: Trial) -> Raised | str:
             try:
                 candidate = _replacement(graph, instance, cut, activation, rounding, order, hidden, why_opaque)
             except (ValueError, IndexError, RuntimeError) as error:
-                return f"{where}: {str(error).splitlines()[0]}"
+                differs = differs or str(error).splitlines()[0]
+                continue
         new = _like(graph, candidate.node, cut.output)
-        differs = trial(graph, cut, new, candidate)
-        if differs is None:
-            cut.output.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
+        found = trial(graph, cut, new, candidate)
+        differs = found or differs
+        if found is None:
+            _replace(cut.output, new)
             return candidate
         graph.eliminate_dead_code()
     if differs is not None:
         return f"{where} do not compute the canonical form: {differs}"
     return f"{where}: no (x, ids, weights) with ids and weights of shape [T, K] separates them from the router"
+
+
+def _replace(old: fx.Node, new: fx.Node) -> None:
+    old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 
 def _activation(motif: Motif) -> tuple[Activation, str, tuple[Gemm, ...], str | None]:
