@@ -303,7 +303,7 @@ def _opaque(graph, motif: Motif, x, ids, weights, stacked, top_k: int, hidden: i
     w13, b13, w2, b2 = stacked
     region = _region_nodes(motif)
     flat = insert(graph, aten.reshape.default, (ids, [-1]), like)
-    rows = insert(graph, aten.repeat_interleave.self_int, (x, top_k), like)
+    rows = insert(graph, aten.repeat_interleave.self_int, (x, top_k, 0), like)
     up = insert(graph, ops.expert_linear, (rows, flat, w13, b13), like)
     mapping: dict[fx.Node, fx.Node] = {}
     if len(motif.first) == 1:
