@@ -29,6 +29,16 @@ class Kernel:
     reference: Callable[..., torch.Tensor]
     lossy: bool = False
 
+    def __reduce__(self) -> tuple[Callable[[str], Kernel], tuple[str]]:
+        """Pickled by name: ops are looked up again where the kernel is loaded."""
+        return _registered, (self.name,)
+
+
+def _registered(name: str) -> Kernel:
+    from moefx.kernels.registry import by_name
+
+    return by_name(name)
+
 
 def as_given(w13: Any, b13: Any, w2: Any, b2: Any, activation: str) -> Packed:
     """A pack that copies nothing."""
