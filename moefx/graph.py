@@ -207,8 +207,9 @@ def _size_from_tokens(new: fx.Graph, mapping: dict[fx.Node, fx.Node], node: fx.N
     """A size of the region: a multiple of the token count, or computed inside the region (rows of one expert)."""
     if isinstance(total, torch.SymInt):
         ratio = (value(node).node.expr / total.node.expr).simplify()
-        if ratio.is_Integer:
-            return tokens if ratio == 1 else new.call_function(operator.mul, (tokens, int(ratio)))
+        if ratio.is_Rational:
+            times = tokens if ratio.p == 1 else new.call_function(operator.mul, (tokens, int(ratio.p)))
+            return times if ratio.q == 1 else new.call_function(operator.floordiv, (times, int(ratio.q)))
     for source in node.all_input_nodes:
         if source not in mapping and isinstance(value(source), torch.SymInt):
             mapping[source] = _size_from_tokens(new, mapping, source, tokens, total)

@@ -20,6 +20,7 @@ from moefx.reports import REPORT_KEY, LayerRecord, Report
 from moefx.rewrite import DISABLABLE, Lowered, Ranks, Traced, lower, trace
 from moefx.verify import TOLERANCE, block_inputs, outputs_differ
 
+
 def optimize(
     model: nn.Module,
     example_inputs: Any = None,

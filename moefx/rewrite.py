@@ -145,9 +145,7 @@ def lower(traced: Traced, decision: Decision, options: Options, ranks: Ranks | N
         if decision.placement == "fused" and traced.shared is not None and traced.shared.node is not None:
             shared = replace(traced.shared, node=names[traced.shared.node.name], join=names[traced.shared.join.name])
             node = fuse_shared_expert.run(graph, routed, shared)
-        nodes = shard_experts.run(
-                graph, node, routed.experts, options, ranks.rank if ranks else None, ranks.group_name if ranks else None
-            )
+        nodes = shard_experts.run(graph, node, routed.experts, options, ranks.rank if ranks else None, ranks.group_name if ranks else None)
         assert decision.kernel is not None
         if ranks is not None:
             local = localize_weights.run(graph, before)

@@ -19,10 +19,10 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torc
 """Largest allowed error of a token's output row, relative to the row's largest value (or the batch's mean row, if that is larger)."""
 
 
-def routings(experts: int, top_k: int, generator: torch.Generator, tokens: int | None = None) -> Iterator[torch.Tensor]:
+def routings(experts: int, top_k: int, generator: torch.Generator, tokens: int | None = None, step: int = 1) -> Iterator[torch.Tensor]:
     """ids [T, K], distinct within a token: none, one token, every expert at least once, all the same, one expert left out.
 
-    With `tokens`, for a trace of a fixed number of tokens: tables of that many rows, enough of them to reach every expert.
+    T is a multiple of `step` (a trace with a fixed batch). With `tokens`, for a trace of a fixed number of tokens: tables of that many rows, enough of them to reach every expert.
     """
     if tokens is not None:
         order = torch.randperm(experts, generator=generator)
@@ -32,13 +32,13 @@ def routings(experts: int, top_k: int, generator: torch.Generator, tokens: int |
         yield _distinct(tokens, experts, top_k, generator)
         return
     yield torch.empty(0, top_k, dtype=torch.int64)
-    yield _distinct(1, experts, top_k, generator)
-    count = max(33, 2 * -(-experts // top_k) + 3)
+    yield _distinct(step, experts, top_k, generator)
+    count = step * max(33, 2 * -(-experts // top_k) + 3)
     covering = (torch.arange(count * top_k) % experts).view(count, top_k)
     yield covering[torch.randperm(count, generator=generator)]
-    yield torch.arange(top_k).expand(37, top_k).contiguous()
+    yield torch.arange(top_k).expand(37 * step, top_k).contiguous()
     if experts > top_k:
-        without = _distinct(29, experts - 1, top_k, generator)
+        without = _distinct(29 * step, experts - 1, top_k, generator)
         skipped = int(torch.randint(0, experts, (1,), generator=generator))
         yield without + (without >= skipped)
 
@@ -87,7 +87,8 @@ def region_differs(graph: fx.Graph, cut: Any, new: fx.Node, layer: Any, tensors:
     device = old_weights[0].device
     first = max(new_weights, key=torch.Tensor.numel)
     fixed = numel((shape(cut.x) or ())[:-1])
-    for ids in routings(layer.experts, layer.top_k, generator, fixed if isinstance(fixed, int) else None):
+    step = int(fixed.node.expr.as_coeff_Mul()[0]) if isinstance(fixed, torch.SymInt) else 1
+    for ids in routings(layer.experts, layer.top_k, generator, fixed if isinstance(fixed, int) else None, step):
         x = _example(cut.x, hidden_states(ids.shape[0], _facing(first, layer.hidden), layer.activation.limit, generator))
         weights = torch.rand(ids.shape, generator=generator, dtype=torch.float32) + 0.1
         arguments = [

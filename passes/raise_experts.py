@@ -241,7 +241,7 @@ def _closed(output: fx.Node, inputs: set[fx.Node], instance: Instance) -> bool:
     inside = ancestors([output], stop=inputs | {n for n in output.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)})
     if not inputs <= inside or not set(instance.ends) <= inside:
         return False
-    return all(n in inputs or n.op != "placeholder" or "weight" in n.meta for n in inside)
+    return all(n in inputs or n.op != "placeholder" or "weight" in n.meta or isinstance(n.meta.get("val"), torch.SymInt) for n in inside)
 
 
 def _replacement(

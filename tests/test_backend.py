@@ -52,7 +52,7 @@ def test_shared_expert_and_two_ranks() -> None:
     from tiny_models import build
 
     block = build("qwen3_5_moe").model.layers[0].mlp
-    compiled = torch.compile(block, backend="moefx", options={"ep_size": 2})
+    compiled = torch.compile(nn.Sequential(block), backend="moefx", options={"ep_size": 2})
     with torch.no_grad():
         for shape in ((2, 7, 64), (1, 3, 64), (4, 5, 64)):
             x = torch.randn(shape)
@@ -85,7 +85,12 @@ def test_what_is_not_moe_goes_to_inductor() -> None:
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"ep_sise": 2}, "no option 'ep_sise'.*ep_size"), ({"ep_size": 0}, "ep_size=0"), ({"precision": "x"}, "precision='x'"), ({"a2a": "y"}, "a2a='y'")],
+    [
+        ({"ep_sise": 2}, "no option 'ep_sise'.*ep_size"),
+        ({"ep_size": 0}, "ep_size=0"),
+        ({"precision": "x"}, "precision='x'"),
+        ({"a2a": "y"}, "a2a='y'"),
+    ],
 )
 def test_bad_options(options: dict[str, Any], text: str) -> None:
     graph = torch.fx.symbolic_trace(nn.Identity())

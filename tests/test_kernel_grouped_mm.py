@@ -21,7 +21,9 @@ def seed() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 300])
 @pytest.mark.parametrize("act", ACTIVATIONS, ids=lambda a: f"{a.kind}-{a.columns}-{a.clamp}")
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)]
+)
 def test_against_float64(act: Activation, tokens: int, dtype: torch.dtype, tolerance: float) -> None:
     made = weights(act, experts=5, hidden=64, width=48, bias=True, dtype=dtype)
     x, ids, w = torch.randn(tokens, 64).to(dtype), torch.rand(tokens, 5).topk(2).indices, torch.rand(tokens, 2).to(dtype)

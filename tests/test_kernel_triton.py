@@ -56,12 +56,19 @@ print("agree")
 def test_interpreter_agrees_with_the_cpu_form() -> None:
     """UE8M0 scales exact, fp32 scales within 2 ulp, bytes equal but next to a rounding boundary."""
     result = subprocess.run(
-        [sys.executable, "-c", INTERPRET], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", INTERPRET],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert result.stdout.strip().endswith("agree"), result.stderr[-2000:]
 
 
-@pytest.mark.parametrize(("backend", "arch", "warp", "fp8_type"), [("cuda", 90, 32, "fp8e4nv"), ("cuda", 100, 32, "fp8e4nv"), ("hip", "gfx950", 64, "fp8e4nv")])
+@pytest.mark.parametrize(
+    ("backend", "arch", "warp", "fp8_type"), [("cuda", 90, 32, "fp8e4nv"), ("cuda", 100, 32, "fp8e4nv"), ("hip", "gfx950", 64, "fp8e4nv")]
+)
 @pytest.mark.parametrize("ue8m0", [False, True])
 def test_cross_compiles(backend: str, arch: int | str, warp: int, fp8_type: str, ue8m0: bool) -> None:
     """To machine code, within the shared memory of an SM90 (232448 bytes), without spills where the tool tells."""
@@ -71,10 +78,20 @@ def test_cross_compiles(backend: str, arch: int | str, warp: int, fp8_type: str,
 
     from moefx.kernels.jit_ep.triton_kernel import act_quant_kernel
 
-    signature = {"h": "*bf16", "masked_m": "*i32", "q": f"*{fp8_type}", "scales": "*i32" if ue8m0 else "*fp32", "rows": "i32", "columns": "i32", "limit": "fp32"}
+    signature = {
+        "h": "*bf16",
+        "masked_m": "*i32",
+        "q": f"*{fp8_type}",
+        "scales": "*i32" if ue8m0 else "*fp32",
+        "rows": "i32",
+        "columns": "i32",
+        "limit": "fp32",
+    }
     signature |= {"HAS_LIMIT": "constexpr", "UE8M0": "constexpr"}
     names = list(signature)
-    source = ASTSource(act_quant_kernel, signature=signature, constexprs={(names.index("HAS_LIMIT"),): True, (names.index("UE8M0"),): ue8m0})
+    source = ASTSource(
+        act_quant_kernel, signature=signature, constexprs={(names.index("HAS_LIMIT"),): True, (names.index("UE8M0"),): ue8m0}
+    )
     compiled = triton.compile(source, target=GPUTarget(backend, arch, warp), options={"num_warps": 4})
     assert len(compiled.asm["cubin" if backend == "cuda" else "hsaco"]) > 1000
     assert compiled.metadata.shared <= 232448

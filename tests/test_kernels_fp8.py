@@ -28,7 +28,9 @@ ACTIVATIONS = [
 ]
 
 
-def weights(act: Activation, experts: int = 4, hidden: int = 256, width: int = 512, bias: bool = False, dtype: torch.dtype = torch.float32) -> list[Any]:
+def weights(
+    act: Activation, experts: int = 4, hidden: int = 256, width: int = 512, bias: bool = False, dtype: torch.dtype = torch.float32
+) -> list[Any]:
     columns = 2 * width if act.gated else width
     made = [torch.randn(experts, columns, hidden) * hidden**-0.5, torch.randn(experts, columns) * 0.1 if bias else None]
     made += [torch.randn(experts, hidden, width) * width**-0.5, torch.randn(experts, hidden) * 0.1 if bias else None]
@@ -114,7 +116,9 @@ def test_jit_ep_act_quant(limit: float | None, ue8m0: bool) -> None:
     want = F.silu(g) * u
     amax = want.abs().unflatten(-1, (4, 128)).amax(-1) / 448
     for e, m in enumerate(masked_m.tolist()):
-        torch.testing.assert_close(fp8.dequantize_groups(q, scales)[e, :m].double(), want[e, :m], rtol=2**-4, atol=amax.max().item() * 2**-8)
+        torch.testing.assert_close(
+            fp8.dequantize_groups(q, scales)[e, :m].double(), want[e, :m], rtol=2**-4, atol=amax.max().item() * 2**-8
+        )
         ratio = scales[e, :m].double() / amax[e, :m]
         assert ((ratio >= 1 - 1e-6) & (ratio < (2 if ue8m0 else 1 + 1e-6))).all()
         assert (q[e, m:].float() == 0).all()
@@ -123,7 +127,9 @@ def test_jit_ep_act_quant(limit: float | None, ue8m0: bool) -> None:
 
 def test_the_clamp_is_in_bf16_before_the_activation() -> None:
     h = torch.tensor([[3.0, -3.0]], dtype=torch.bfloat16)
-    assert product(h, 0.3).item() == pytest.approx(-F.silu(torch.tensor(0.3).bfloat16().float()).item() * torch.tensor(0.3).bfloat16().item())
+    assert product(h, 0.3).item() == pytest.approx(
+        -F.silu(torch.tensor(0.3).bfloat16().float()).item() * torch.tensor(0.3).bfloat16().item()
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +138,7 @@ def test_the_clamp_is_in_bf16_before_the_activation() -> None:
     ids=lambda a: a if isinstance(a, str) else f"{a.kind}-{a.columns}-{a.clamp}",
 )
 def test_experts_against_float64(name: str, act: Activation) -> None:
-    """Mean error of an FP8 layer: two quantised products, about 5% of the output's size; a formula without clamp, bias or order is far off."""
+    """Mean error of an FP8 layer: about 5% of the output's size; a formula without clamp, bias or order is far off."""
     kernel = by_name(name)
     bias = name == "fp8_fallback"
     made = weights(act, bias=bias, dtype=torch.bfloat16)

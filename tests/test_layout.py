@@ -45,7 +45,9 @@ def test_every_pass_shows_before_and_after() -> None:
 
 @pytest.mark.slow
 def test_wheel_holds_passes_and_kernels(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)], check=True, capture_output=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)], check=True, capture_output=True, timeout=300
+    )
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
     assert {"moefx/passes/raise_experts.py", "moefx/kernels/jit_ep/kernel.py", "moefx/__init__.py"} <= set(names)
     assert not any(n.startswith(("passes/", "kernels/", "tests/")) for n in names)

@@ -50,7 +50,9 @@ class TestPasses(TestCase):
         return found, routed, shared
 
     def test_capture(self) -> None:
-        self.assertExpectedInline(text(self.captured().graph.graph), """\
+        self.assertExpectedInline(
+            text(self.captured().graph.graph),
+            """\
 %0 = aten.sym_size.int(%hidden_states, 0)
 %1 = aten.sym_size.int(%hidden_states, 1)
 %2 = aten.view(%hidden_states, [-1, 64])
@@ -108,12 +110,15 @@ class TestPasses(TestCase):
 %54 = aten.mul.Tensor(%53, %7)
 %55 = aten.add.Tensor(%50, %54)
 %56 = aten.view(%55, [%0, %1, 64])
-return (%56)""")
+return (%56)""",
+        )
 
     def test_normalize(self) -> None:
         found = self.captured()
         normalize.run(found.graph.graph)
-        self.assertExpectedInline(text(found.graph.graph), """\
+        self.assertExpectedInline(
+            text(found.graph.graph),
+            """\
 %0 = aten.sym_size.int(%hidden_states, 0)
 %1 = aten.sym_size.int(%hidden_states, 1)
 %2 = aten.reshape(%hidden_states, [-1, 64])
@@ -165,11 +170,14 @@ return (%56)""")
 %48 = aten.mul.Tensor(%47, %7)
 %49 = aten.add.Tensor(%45, %48)
 %50 = aten.reshape(%49, [%0, %1, 64])
-return (%50)""")
+return (%50)""",
+        )
 
     def test_raise_experts(self) -> None:
         found, routed = self.raised()
-        self.assertExpectedInline(text(found.graph.graph), """\
+        self.assertExpectedInline(
+            text(found.graph.graph),
+            """\
 %0 = aten.sym_size.int(%hidden_states, 0)
 %1 = aten.sym_size.int(%hidden_states, 1)
 %2 = aten.reshape(%hidden_states, [-1, 64])
@@ -191,12 +199,15 @@ return (%50)""")
 %18 = aten.mul.Tensor(%17, %7)
 %19 = aten.add.Tensor(%15, %18)
 %20 = aten.reshape(%19, [%0, %1, 64])
-return (%20)""")
+return (%20)""",
+        )
         assert (routed.form, routed.experts, routed.top_k, routed.intermediate, routed.hidden) == ("grouped_mm", 8, 2, 32, 64)
 
     def test_raise_shared_expert(self) -> None:
         found, _, shared = self.with_shared()
-        self.assertExpectedInline(text(found.graph.graph), """\
+        self.assertExpectedInline(
+            text(found.graph.graph),
+            """\
 %0 = aten.sym_size.int(%hidden_states, 0)
 %1 = aten.sym_size.int(%hidden_states, 1)
 %2 = aten.reshape(%hidden_states, [-1, 64])
@@ -214,13 +225,16 @@ return (%20)""")
 %14 = moefx.shared_expert(%2, %12, %13, None, shared_expert.down_proj.weight, None, '{"alpha": 1.0, "beta": 0.0, "clamp": null, "columns": "separate", "kind": "swiglu", "limit": null}')
 %15 = aten.add.Tensor(%10, %14)
 %16 = aten.reshape(%15, [%0, %1, 64])
-return (%16)""")
+return (%16)""",
+        )
         assert (shared.gate, shared.intermediate, shared.why_unfused) == ("sigmoid", 32, None)
 
     def test_fuse_shared_expert(self) -> None:
         found, routed, shared = self.with_shared()
         fuse_shared_expert.run(found.graph.graph, routed, shared)
-        self.assertExpectedInline(text(found.graph.graph), """\
+        self.assertExpectedInline(
+            text(found.graph.graph),
+            """\
 %0 = aten.sym_size.int(%hidden_states, 0)
 %1 = aten.sym_size.int(%hidden_states, 1)
 %2 = aten.reshape(%hidden_states, [-1, 64])
@@ -247,12 +261,15 @@ return (%16)""")
 %23 = aten.cat([experts.down_proj, %21], 0)
 %24 = moefx.experts(%2, %15, %16, %22, None, %23, None, '{"alpha": 1.0, "beta": 0.0, "clamp": null, "columns": "concat", "kind": "swiglu", "limit": null}')
 %25 = aten.reshape(%24, [%0, %1, 64])
-return (%25)""")
+return (%25)""",
+        )
 
     def test_shard_experts_on_virtual_ranks(self) -> None:
         found, routed = self.raised()
         shard_experts.run(found.graph.graph, routed.node, 8, Options(ep_size=2))
-        self.assertExpectedInline(text(found.graph.graph), """\
+        self.assertExpectedInline(
+            text(found.graph.graph),
+            """\
 %0 = aten.sym_size.int(%hidden_states, 0)
 %1 = aten.sym_size.int(%hidden_states, 1)
 %2 = aten.reshape(%hidden_states, [-1, 64])
@@ -280,13 +297,16 @@ return (%25)""")
 %24 = aten.mul.Tensor(%23, %7)
 %25 = aten.add.Tensor(%21, %24)
 %26 = aten.reshape(%25, [%0, %1, 64])
-return (%26)""")
+return (%26)""",
+        )
 
     def test_lower_and_hoist(self) -> None:
         found, routed, shared = self.with_shared()
         node = fuse_shared_expert.run(found.graph.graph, routed, shared)
         lower_experts.run(found.graph.graph, [node], KERNEL)
-        self.assertExpectedInline(text(found.graph.graph), """\
+        self.assertExpectedInline(
+            text(found.graph.graph),
+            """\
 %0 = aten.sym_size.int(%hidden_states, 0)
 %1 = aten.sym_size.int(%hidden_states, 1)
 %2 = aten.reshape(%hidden_states, [-1, 64])
@@ -316,9 +336,12 @@ return (%26)""")
 %26 = getitem(%24, 2)
 %27 = moefx.experts_grouped_mm(%2, %15, %16, %25, None, %26, None, '{"alpha": 1.0, "beta": 0.0, "clamp": null, "columns": "concat", "kind": "swiglu", "limit": null}', 0)
 %28 = aten.reshape(%27, [%0, %1, 64])
-return (%28)""")
+return (%28)""",
+        )
         hoisted = hoist_weights.run(found.graph.graph)
-        self.assertExpectedInline(text(found.graph.graph), """\
+        self.assertExpectedInline(
+            text(found.graph.graph),
+            """\
 %0 = aten.sym_size.int(%hidden_states, 0)
 %1 = aten.sym_size.int(%hidden_states, 1)
 %2 = aten.reshape(%hidden_states, [-1, 64])
@@ -337,9 +360,12 @@ return (%28)""")
 %15 = aten.cat([%9, %11], 1)
 %16 = moefx.experts_grouped_mm(%2, %14, %15, %packed_0, None, %packed_1, None, '{"alpha": 1.0, "beta": 0.0, "clamp": null, "columns": "concat", "kind": "swiglu", "limit": null}', 0)
 %17 = aten.reshape(%16, [%0, %1, 64])
-return (%17)""")
+return (%17)""",
+        )
         assert hoisted.pack is not None
-        self.assertExpectedInline(text(hoisted.pack.graph), """\
+        self.assertExpectedInline(
+            text(hoisted.pack.graph),
+            """\
 %0 = aten.cat([%p_shared_expert_gate_proj_weight, %p_shared_expert_up_proj_weight], 0)
 %1 = aten.slice.Tensor(%0, 0, 0, 32)
 %2 = aten.slice.Tensor(%0, 0, 32, 64)
@@ -351,7 +377,8 @@ return (%17)""")
 %8 = as_given(%6, None, %7, None, '{"alpha": 1.0, "beta": 0.0, "clamp": null, "columns": "concat", "kind": "swiglu", "limit": null}')
 %9 = getitem(%8, 0)
 %10 = getitem(%8, 2)
-return (%9, %10)""")
+return (%9, %10)""",
+        )
         assert hoisted.sources[0] == "experts.gate_up_proj"
 
     def test_localize_weights(self) -> None:

@@ -26,7 +26,15 @@ LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-MLA = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8, "num_key_value_heads": 4}
+MLA = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
 
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**EXPERTS, **LINEAR, "shared_expert_intermediate_size": 32}),
