@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.numbers import int_oo
 
 from moefx._compat import quiet_export_logs
 
@@ -144,6 +145,7 @@ def grouped_experts(block: nn.Module) -> Iterator[None]:
 
 def _from_program(program: ExportedProgram, names: tuple[str, ...], constants: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Capture:
     signature, graph = program.graph_signature, program.graph_module.graph
+    _check_any_size(program)
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     attributes: dict[str, Any] = {}
     for spec in signature.input_specs:
@@ -172,6 +174,15 @@ def _from_program(program: ExportedProgram, names: tuple[str, ...], constants: d
     for key, child in program.graph_module.named_children():
         attributes.setdefault(key, child)
     return Capture(fx.GraphModule(attributes, graph), names, constants, out_spec, flat, tensors)
+
+
+def _check_any_size(program: ExportedProgram) -> None:
+    """The trace must hold for every number of tokens: no upper bound, no lower bound beyond the 0/1 that export sets apart."""
+    for symbol, bounds in program.range_constraints.items():
+        if str(symbol).startswith("s") and (bounds.upper != int_oo or bounds.lower > 2):
+            raise CaptureError(
+                f"the block takes another way outside {bounds.lower}..{bounds.upper} tokens ({symbol}), and a trace holds only one"
+            )
 
 
 def _to_attribute(module: fx.GraphModule, node: fx.Node, constant: torch.Tensor, attributes: dict[str, Any]) -> None:

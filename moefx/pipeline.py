@@ -41,7 +41,8 @@ def optimize(
     only when a block's own inputs can't be made up from its weights. ep_size, group, a2a: expert parallelism; without an initialised
     process group the ranks are virtual, in this process. precision: "preserve" never lowers it. target: where the kernels are meant to
     run, by default where the model is. verify: compare each rewritten block with the block as it was. strict: a layer that looks like
-    MoE and is not rewritten raises NotRewrittenError. inplace: change and return `model` itself. disable: names of passes or kernels to leave out.
+    MoE and is not rewritten raises NotRewrittenError. inplace: change and return `model` itself. disable: names of passes or kernels
+    to leave out.
 
     Raises TypeError for what is no module and ValueError for values, before anything is changed. `moefx.report(result)` says what was
     done and why.
@@ -176,6 +177,11 @@ def _rewrite(
     verify: bool,
 ) -> LayerRecord:
     started = time.perf_counter()
+    if "forward" in candidate.module.__dict__:
+        reason = (
+            "its forward was replaced on the instance (hooks of accelerate, or a patch), so what the class computes is not what it does"
+        )
+        return LayerRecord(candidate.name, False, reason=reason)
     traced = trace(candidate, options, example, execute=True)
     if isinstance(traced, LayerRecord):
         return traced

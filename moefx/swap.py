@@ -106,6 +106,8 @@ class BlockForward:
         self.single = flat_outputs == (None,) and out_spec.is_leaf()
         self.sharded = sharded
         self.calls_left_alone: dict[str, int] = {}
+        inner = [m for m in block.modules() if m is not block]
+        self.hooks: list[Any] = [hooks for m in inner for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self.__signature__ = inspect.signature(type(block).forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +145,7 @@ class BlockForward:
                 or tensor.dim() != rank
                 or (width is not None and tensor.shape[-1] != width)
             ):
-                return f"argument {name!r} differs from the traced {str(dtype).removeprefix('torch.')} tensor of rank {rank}"
+                return f"argument {name!r} differs from the traced {str(dtype).removeprefix('torch.')} tensor of rank {rank}; give optimize example_inputs like it"
             if device is not None and tensor.device != device:
                 return f"argument {name!r} is on another device than the weights"
         if (
@@ -152,6 +154,8 @@ class BlockForward:
             and (any(t.requires_grad for t in inputs) or any(r().requires_grad for r in self.all_refs()))
         ):
             return "gradients are on and moefx has no backward (use torch.no_grad() or torch.inference_mode())"
+        if any(self.hooks):
+            return "a submodule has forward hooks, which its rewritten form would not call"
         return "router logits are collected" if router_logits_wanted() else None
 
     def all_refs(self) -> list[WeightRef]:

@@ -7,40 +7,55 @@ reached, one expert gets no token, one gets all, and the clamps bite; `block_dif
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from moefx.graph import extract, numel, shape
+from moefx.graph import CASTS, aten, extract, getitem_source, is_call, numel, shape, through_views
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest allowed error of a token's output row, relative to the row's largest value (or the batch's mean row, if that is larger)."""
 
 
-def routings(experts: int, top_k: int, generator: torch.Generator, tokens: int | None = None, step: int = 1) -> Iterator[torch.Tensor]:
-    """ids [T, K], distinct within a token: none, one token, every expert at least once, all the same, one expert left out.
+@dataclass(frozen=True)
+class Tokens:
+    """How many tokens a trial may have: `fixed` by the trace or any multiple of `step`; whether their ids are `distinct` for sure."""
 
-    T is a multiple of `step` (a trace with a fixed batch). With `tokens`, for a trace of a fixed number of tokens: tables of that many rows, enough of them to reach every expert.
+    fixed: int | None = None
+    step: int = 1
+    distinct: bool = True
+    many: int = 1100
+
+
+def routings(experts: int, top_k: int, generator: torch.Generator, tokens: Tokens) -> Iterator[torch.Tensor]:
+    """ids [T, K]: none, one token, every expert at least once, many tokens to the same experts, one expert left out.
+
+    Distinct within a token, and where the router does not promise that, with duplicates too. For a trace of a fixed number of tokens:
+    tables of that many rows, enough of them to reach every expert.
     """
-    if tokens is not None:
+    if tokens.fixed is not None:
         order = torch.randperm(experts, generator=generator)
-        for start in range(0, experts, max(1, tokens * top_k)):
-            yield order[(start + torch.arange(tokens * top_k)) % experts].view(tokens, top_k)
-        yield torch.arange(top_k).expand(tokens, top_k).contiguous()
-        yield _distinct(tokens, experts, top_k, generator)
-        return
-    yield torch.empty(0, top_k, dtype=torch.int64)
-    yield _distinct(step, experts, top_k, generator)
-    count = step * max(33, 2 * -(-experts // top_k) + 3)
-    covering = (torch.arange(count * top_k) % experts).view(count, top_k)
-    yield covering[torch.randperm(count, generator=generator)]
-    yield torch.arange(top_k).expand(37 * step, top_k).contiguous()
-    if experts > top_k:
-        without = _distinct(29 * step, experts - 1, top_k, generator)
-        skipped = int(torch.randint(0, experts, (1,), generator=generator))
-        yield without + (without >= skipped)
+        for start in range(0, experts, max(1, tokens.fixed * top_k)):
+            yield order[(start + torch.arange(tokens.fixed * top_k)) % experts].view(tokens.fixed, top_k)
+        yield torch.arange(top_k).expand(tokens.fixed, top_k).contiguous()
+        yield _distinct(tokens.fixed, experts, top_k, generator)
+    else:
+        step = tokens.step
+        yield torch.empty(0, top_k, dtype=torch.int64)
+        yield _distinct(step, experts, top_k, generator)
+        count = step * max(33, 2 * -(-experts // top_k) + 3)
+        covering = (torch.arange(count * top_k) % experts).view(count, top_k)
+        yield covering[torch.randperm(count, generator=generator)]
+        yield (torch.arange(top_k) % experts).expand(tokens.many * step, top_k).contiguous()
+        if experts > top_k:
+            without = _distinct(29 * step, experts - 1, top_k, generator)
+            skipped = int(torch.randint(0, experts, (1,), generator=generator))
+            yield without + (without >= skipped)
+    if not tokens.distinct:
+        yield torch.randint(0, experts, (tokens.fixed or 31 * tokens.step, top_k), generator=generator)
 
 
 def _distinct(tokens: int, experts: int, top_k: int, generator: torch.Generator) -> torch.Tensor:
@@ -86,11 +101,9 @@ def region_differs(graph: fx.Graph, cut: Any, new: fx.Node, layer: Any, tensors:
     generator = torch.Generator().manual_seed(0)
     device = old_weights[0].device
     first = max(new_weights, key=torch.Tensor.numel)
-    fixed = numel((shape(cut.x) or ())[:-1])
-    step = int(fixed.node.expr.as_coeff_Mul()[0]) if isinstance(fixed, torch.SymInt) else 1
-    for ids in routings(layer.experts, layer.top_k, generator, fixed if isinstance(fixed, int) else None, step):
+    for ids in routings(layer.experts, layer.top_k, generator, _tokens(cut, first)):
         x = _example(cut.x, hidden_states(ids.shape[0], _facing(first, layer.hidden), layer.activation.limit, generator))
-        weights = torch.rand(ids.shape, generator=generator, dtype=torch.float32) + 0.1
+        weights = _weights(ids, generator)
         arguments = [
             x.to(device=device, dtype=cut.x.meta["val"].dtype),
             _reshape(cut.ids, ids).to(device=device, dtype=cut.ids.meta["val"].dtype),
@@ -104,10 +117,32 @@ def region_differs(graph: fx.Graph, cut: Any, new: fx.Node, layer: Any, tensors:
                     continue
                 return f"the traced region failed on {ids.shape[0]} tokens: {str(failure).splitlines()[0]}"
             got = new_module(*arguments, *new_weights)
-        error, allowed = error_of(got, want), TOLERANCE.get(want.dtype, 3e-2)
-        if not error <= allowed:
-            return f"with {ids.shape[0]} tokens the outputs differ by {error:.1e} of a row's largest value (allowed {allowed:.0e})"
+        found, allowed = error_of(got, want), TOLERANCE.get(want.dtype, 3e-2)
+        if not found <= allowed:
+            return f"with {ids.shape[0]} tokens the outputs differ by {found:.1e} of a row's largest value (allowed {allowed:.0e})"
     return None
+
+
+def _tokens(cut: Any, largest: torch.Tensor) -> Tokens:
+    total = numel((shape(cut.x) or ())[:-1])
+    many = 1100 if largest.numel() < 50_000_000 else 300
+    if not isinstance(total, torch.SymInt):
+        return Tokens(int(total), 1, _from_top_k(cut.ids))
+    return Tokens(None, int(total.node.expr.as_coeff_Mul()[0]), _from_top_k(cut.ids), many)
+
+
+def _from_top_k(ids: fx.Node) -> bool:
+    """Whether the ids are positions of a top-k (or sort) along their own dim: then no expert comes twice in a token."""
+    source = getitem_source(through_views(ids, CASTS))
+    return source is not None and source[1] == 1 and is_call(source[0], {aten.topk.default, aten.sort.default})
+
+
+def _weights(ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Both signs, some of them zero and some tiny: a threshold inside the region shows."""
+    weights = torch.randn(ids.shape, generator=generator)
+    kind = torch.rand(ids.shape, generator=generator)
+    weights = torch.where(kind < 0.1, torch.zeros(()), weights)
+    return torch.where(kind > 0.9, weights * 1e-2, weights)
 
 
 def _facing(weight: torch.Tensor, hidden: int) -> torch.Tensor:
@@ -120,9 +155,14 @@ def _facing(weight: torch.Tensor, hidden: int) -> torch.Tensor:
 
 
 def _example(node: fx.Node, rows: torch.Tensor) -> torch.Tensor:
-    """Rows [T, H] in the rank of `node`."""
-    rank = len(shape(node) or ())
-    return rows if rank == 2 else rows.view(1, *rows.shape)
+    """Rows [T, H] in the rank of `node`, with the leading sizes the trace fixed."""
+    sizes = shape(node) or ()
+    if len(sizes) == 2:
+        return rows
+    lead = [s if isinstance(s, int) else -1 for s in sizes[:-1]]
+    if lead.count(-1) > 1:
+        lead = [1] * (len(lead) - 1) + [rows.shape[0]]
+    return rows.view(*lead, rows.shape[-1]) if rows.numel() else rows.view(*[1] * (len(lead) - 1), 0, rows.shape[-1])
 
 
 def _reshape(node: fx.Node, table: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,9 @@ _GATHERS = frozenset(
 )
 
 
+_COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne", "greater", "less", "threshold", "clamp", "clamp_min", "clamp_max")
+
+
 @dataclass(frozen=True)
 class Cut:
     """Where the experts begin and end: x [.., H], ids and weights [T, K] (or [T]), the output [.., H]."""
@@ -125,7 +128,7 @@ def _raise(graph: fx.Graph, instance: Instance, trial: Trial) -> Raised | str:
                 differs = differs or str(error).splitlines()[0]
                 continue
         new = _like(graph, candidate.node, cut.output)
-        found = trial(graph, cut, new, candidate)
+        found = _compares_values(cut, instance) or trial(graph, cut, new, candidate)
         differs = found or differs
         if found is None:
             _replace(cut.output, new)
@@ -134,6 +137,24 @@ def _raise(graph: fx.Graph, instance: Instance, trial: Trial) -> Raised | str:
     if differs is not None:
         return f"{where} do not compute the canonical form: {differs}"
     return f"{where}: no (x, ids, weights) with ids and weights of shape [T, K] separates them from the router"
+
+
+def _compares_values(cut: Cut, instance: Instance) -> str | None:
+    """A comparison of floating values with anything but zero between cut and output: a threshold that no trial can rule out."""
+    inside = ancestors([cut.output], stop={cut.x, cut.ids, cut.weights})
+    for motif in instance.motifs:
+        inside -= ancestors([motif.region], stop={g.output for g in motif.first})
+    for node in inside:
+        name = getattr(node.target, "__name__", "").split(".")[0]
+        if (
+            node.op == "call_function"
+            and name in _COMPARISONS
+            and isinstance(node.args[0], fx.Node)
+            and is_float(node.args[0])
+            and node.args[1] != 0
+        ):
+            return f"{name} compares floating values inside ({line_of(node)})"
+    return None
 
 
 def _replace(old: fx.Node, new: fx.Node) -> None:
