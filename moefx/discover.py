@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -17,7 +17,10 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Candidate:
-    """A module to trace. `hidden` and `dtype` describe its input; `experts` is E, `top_k` a guess from the module's attributes."""
+    """A module to trace. `hidden` and `dtype` describe its input; `experts` is E, `top_k` a guess from the module's attributes.
+
+    `inner`: the experts' own module, to trace when the block around it can't be (a router beside the attention of a decoder layer).
+    """
 
     name: str
     module: nn.Module
@@ -25,6 +28,7 @@ class Candidate:
     hidden: int | None
     dtype: torch.dtype
     top_k: int | None
+    inner: Candidate | None = None
 
 
 def find(model: nn.Module) -> list[Candidate]:
@@ -40,14 +44,15 @@ def find(model: nn.Module) -> list[Candidate]:
         block = _with_router(module, experts, modules, parents, names)
         block_name = names[block]
         if block_name not in found and not any(block_name == n or block_name.startswith(n + ".") or n == "" for n in found):
-            found[block_name] = _candidate(block_name, block, experts, module)
+            inner = None if block is module else _candidate(names[module], module, experts, module)
+            found[block_name] = replace(_candidate(block_name, block, experts, module), inner=inner)
     return [c for n, c in found.items() if not any(o != n and (n.startswith(o + ".") or o == "") for o in found)]
 
 
 def _stacked_experts(module: nn.Module) -> int | None:
-    """E when the module itself holds two or more floating parameters [E, a, b] (or one and flat ones [E * D, H])."""
+    """E when the module holds two or more parameters [E, a, b] (also one in each of several submodules), or flat ones [E * D, H]."""
     counts: dict[int, int] = defaultdict(int)
-    for parameter in module.parameters(recurse=False):
+    for parameter in [*module.parameters(recurse=False), *_single_parameters(module)]:
         if parameter.dim() == 3 and parameter.shape[0] > 1:
             counts[parameter.shape[0]] += 1
     best = max(counts, key=lambda e: counts[e], default=None)
@@ -68,6 +73,16 @@ def _stacked_experts(module: nn.Module) -> int | None:
     return None
 
 
+def _single_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of children that hold one stacked weight each (a module per product)."""
+    found = []
+    for child in module.children():
+        stacked = [p for p in child.parameters(recurse=False) if p.dim() == 3]
+        if len(stacked) == 1 and not any(True for _ in child.children()):
+            found += stacked
+    return found
+
+
 def _listed_experts(module: nn.Module) -> int | None:
     """E when the module is a list (or dict) of alike modules, each with two or more matrices."""
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
@@ -77,7 +92,8 @@ def _listed_experts(module: nn.Module) -> int | None:
         return None
     shapes = [tuple((n, tuple(p.shape)) for n, p in c.named_parameters()) for c in children]
     matrices = [s for _, s in shapes[0] if len(s) == 2]
-    return len(children) if len(set(shapes)) == 1 and len(matrices) in (2, 3) else None
+    deep = any(len(s) > 2 for _, s in shapes[0])
+    return len(children) if len(set(shapes)) == 1 and len(matrices) in (2, 3) and not deep else None
 
 
 def _with_router(
@@ -97,10 +113,13 @@ def _with_router(
 def _has_router(node: nn.Module, experts_module: nn.Module, experts: int) -> bool:
     """A matrix with E rows or columns outside the experts; beside stacked ones only in a submodule or so named (a bias is [E, .] too)."""
     own = {id(p) for p in experts_module.parameters(recurse=node is not experts_module)}
+    sizes = {s for p in experts_module.parameters() for s in p.shape}
     for name, parameter in node.named_parameters():
         named = "router" in name or name in ("gate", "gate_weight", "wg")
         if parameter.dim() == 2 and experts in parameter.shape and (id(parameter) not in own or named):
-            return True
+            other = parameter.shape[1] if parameter.shape[0] == experts else parameter.shape[0]
+            if other in sizes:
+                return True
     return False
 
 
@@ -136,23 +155,28 @@ def _top_k(block: nn.Module) -> int | None:
     return None
 
 
+_IDS = ("top_k_index", "topk_ids", "expert_ids", "selected_experts", "router_indices")
+_WEIGHTS = ("top_k_weights", "topk_weights", "routing_weights")
+
+
 def example_arguments(candidate: Candidate, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Inputs synthesised from the weights: hidden states, and token ids where the forward takes them; ValueError says what is unknown."""
     if candidate.hidden is None:
         raise ValueError("its hidden size could not be read from its weights; pass example_inputs")
     parameters = list(inspect.signature(type(candidate.module).forward).parameters.values())[1:]
-    lead = (2, 7) if rank == 3 else (14,)
+    routed = any(p.name in _IDS for p in parameters)
+    lead = (2, 7) if rank == 3 and not routed else (14,)
     made: dict[str, torch.Tensor] = {}
     for position, parameter in enumerate(parameters):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if position == 0:
             made[parameter.name] = torch.randn(*lead, candidate.hidden).to(device=device, dtype=candidate.dtype)
-        elif parameter.name in ("top_k_index", "topk_ids", "expert_ids", "selected_experts"):
+        elif parameter.name in _IDS:
             made[parameter.name] = (
                 torch.rand(14, candidate.experts, device=device).topk(min(candidate.top_k or 2, candidate.experts)).indices
             )
-        elif parameter.name in ("top_k_weights", "topk_weights", "routing_weights"):
+        elif parameter.name in _WEIGHTS:
             made[parameter.name] = torch.rand(14, min(candidate.top_k or 2, candidate.experts), device=device).to(candidate.dtype)
         elif parameter.name == "input_ids":
             made[parameter.name] = torch.randint(0, _vocabulary(candidate.module), lead, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from moefx import discover, swap
+from moefx.capture import first_line
 from moefx.decision import check_divides, decide
 from moefx.discover import Candidate
 from moefx.errors import NotRewrittenError
@@ -59,7 +61,7 @@ def optimize(
         check_divides(candidate.experts, options.ep_size)
     examples = _example_calls(model, candidates, example_inputs) if example_inputs is not None else {}
     result = model if inplace else swap.copy_sharing_tensors(model)
-    records = [_rewrite(result, c, options, ranks, examples.get(c.name), verify) for c in candidates]
+    records = [_guarded(result, c, options, ranks, examples.get(c.name), verify) for c in candidates]
     left = [r for r in records if not r.rewritten]
     if strict and (left or not records):
         text = "; ".join(f"{r.name or type(model).__name__}: {r.reason}" for r in left) or "no mixture-of-experts layer was found"
@@ -115,6 +117,9 @@ def trace_layers(model: nn.Module, options: Options) -> list[LayerRecord]:
     records = []
     for candidate in discover.find(model):
         traced = trace(candidate, options, None, execute=False)
+        if isinstance(traced, LayerRecord) and candidate.inner is not None:
+            inner = trace(candidate.inner, options, None, execute=False)
+            traced = inner if isinstance(inner, Traced) else traced
         if isinstance(traced, LayerRecord):
             records.append(traced)
             continue
@@ -168,6 +173,16 @@ def _example_calls(model: nn.Module, candidates: Sequence[Candidate], example_in
     return found
 
 
+def _guarded(result: nn.Module, candidate: Candidate, *arguments: Any) -> LayerRecord:
+    """A layer that moefx stumbles over stays as it was, and the report says over what."""
+    try:
+        return _rewrite(result, candidate, *arguments)
+    except Exception as error:  # noqa: BLE001  whatever goes wrong in one layer must not cost the user the model
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+        return LayerRecord(candidate.name, False, reason=f"moefx failed on this layer: {first_line(error)} ({where}); please report it")
+
+
 def _rewrite(
     result: nn.Module,
     candidate: Candidate,
@@ -183,6 +198,10 @@ def _rewrite(
         )
         return LayerRecord(candidate.name, False, reason=reason)
     traced = trace(candidate, options, example, execute=True)
+    if isinstance(traced, LayerRecord) and candidate.inner is not None and "forward" not in candidate.inner.module.__dict__:
+        inner = trace(candidate.inner, options, None, execute=True)
+        if isinstance(inner, Traced):
+            traced, candidate = inner, candidate.inner
     if isinstance(traced, LayerRecord):
         return traced
     decision = decide(traced.layer, options)

@@ -145,7 +145,8 @@ class BlockForward:
                 or tensor.dim() != rank
                 or (width is not None and tensor.shape[-1] != width)
             ):
-                return f"argument {name!r} differs from the traced {str(dtype).removeprefix('torch.')} tensor of rank {rank}; give optimize example_inputs like it"
+                traced = f"{str(dtype).removeprefix('torch.')} tensor of rank {rank}"
+                return f"argument {name!r} differs from the traced {traced}; give optimize example_inputs like it"
             if device is not None and tensor.device != device:
                 return f"argument {name!r} is on another device than the weights"
         if (

@@ -193,20 +193,25 @@ def outputs_differ(got: Any, want: Any) -> tuple[float, float]:
 
 def block_inputs(example: Sequence[torch.Tensor], experts: int, top_k: int, generator: torch.Generator) -> Iterator[list[torch.Tensor]]:
     """Inputs of the whole block, after the example's shapes: one token, a few, enough for every expert, identical tokens."""
+    lead = tuple(example[0].shape[:-1])
     for tokens, same in ((1, False), (5, False), (_enough(experts, top_k), False), (16, True)):
-        yield [_like_example(e, tokens, same, generator) for e in example]
+        yield [_like_example(e, lead, tokens, same, generator) for e in example]
 
 
 def _enough(experts: int, top_k: int) -> int:
     return min(1024, max(64, 8 * -(-experts // max(1, top_k))))
 
 
-def _like_example(example: torch.Tensor, tokens: int, same: bool, generator: torch.Generator) -> torch.Tensor:
-    lead = (1, tokens) if example.dim() - int(example.is_floating_point()) >= 2 else (tokens,)
+def _like_example(example: torch.Tensor, lead: tuple[int, ...], tokens: int, same: bool, generator: torch.Generator) -> torch.Tensor:
+    """A tensor like `example` whose leading dims, those of the hidden states, hold `tokens` tokens."""
+    count = next((n for n in range(len(lead), 0, -1) if tuple(example.shape[:n]) == lead[:n]), 0)
+    sizes = (*[1] * (count - 1), tokens, *example.shape[count:]) if count else tuple(example.shape)
+    if example.dtype == torch.bool:
+        return torch.ones(sizes, dtype=torch.bool, device=example.device)
     if not example.is_floating_point():
         high = int(example.max()) + 1 if example.numel() else 1
-        return torch.randint(0, high, lead[: example.dim()], generator=generator).to(example)
-    x = torch.randn(*lead, example.shape[-1], generator=generator)
-    if same:
-        x = x[..., :1, :].expand_as(x).contiguous()
+        return torch.randint(0, high, sizes, generator=generator).to(example)
+    x = torch.randn(sizes, generator=generator)
+    if same and count:
+        x = x[..., :1, :].expand_as(x).contiguous() if x.dim() > count else x[..., :1].expand_as(x).contiguous()
     return x.to(example)
