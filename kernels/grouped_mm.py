@@ -13,6 +13,7 @@ from moefx import ops
 from moefx.activation.spec import Activation
 from moefx.contract import Contract, Predicate
 from moefx.kernels.base import Kernel, as_given
+from moefx.kernels.cpu import experts_bf16
 
 LOOP_ROWS = 32  # rows an expert from which one GEMM per expert is quicker on a CPU than torch's grouped GEMM
 
@@ -20,7 +21,10 @@ LOOP_ROWS = 32  # rows an expert from which one GEMM per expert is quicker on a 
 def _on_cpu(x, ids, weights, w13, b13, w2, b2, activation, first=0):
     if ids.numel() == 0:
         return x.new_zeros(x.shape[0], w2.shape[1])
-    if x.dtype == torch.bfloat16 and ids.numel() < LOOP_ROWS * w13.shape[0] and _aligned(w13) and _aligned(w2):
+    few = ids.numel() < LOOP_ROWS * w13.shape[0]
+    if few and experts_bf16.takes(x, ids, w13, w2, Activation.decode(activation)):
+        return experts_bf16.run(x, ids, weights, w13, b13, w2, b2, Activation.decode(activation), first)
+    if few and x.dtype == torch.bfloat16 and _aligned(w13) and _aligned(w2):
         return _grouped(x, ids, weights, w13, b13, w2, b2, activation, first)
     return _one_by_one(x, ids, weights, w13, b13, w2, b2, activation, first)
 

@@ -82,12 +82,16 @@ def _distributed() -> str:
 
 
 def _kernels(found: dict[str, Any]) -> dict[str, str]:
+    from moefx.kernels.cpu import build, experts_bf16
     from moefx.kernels.registry import KERNELS
 
     gpu = found["gpu"] != "none"
+    native = build.library("experts_bf16", experts_bf16.NEEDS) is not None
     lines = {}
     for kernel in KERNELS:
         where = ["this CPU (torch operations)"]
+        if kernel.name == "grouped_mm":
+            where.append("this CPU (C++, bf16 with few tokens an expert)" if native else f"no C++ form: {build.why_not('experts_bf16')}")
         if gpu:
             where.append("this GPU")
         lines[kernel.name] = ", ".join(where) + (
