@@ -76,16 +76,17 @@ inline __m512 activate(__m512 gate, __m512 up, const Activation& a) {
   return _mm512_mul_ps(value, _mm512_add_ps(up, _mm512_set1_ps(a.beta)));
 }
 
-// out[t][r] = sum_k rows[t][k] * w[r][k] for TOKENS token rows and kRows weight rows of length k (a multiple of 32).
+// out[t][r] = sum_k rows[t][k] * w[r][k] for TOKENS token rows and kRows weight rows of length k (a multiple of 32). The rows of the next
+// tile lie `ahead` elements on; they are fetched meanwhile, since a row often is a page and hardware prefetch stops at its end.
 template <int TOKENS>
-inline void tile(const uint16_t* const* rows, const uint16_t* const* w, int64_t k, float out[kTokens][kRows]) {
+inline void tile(const uint16_t* const* rows, const uint16_t* const* w, int64_t k, int64_t ahead, float out[kTokens][kRows]) {
   __m512 sums[TOKENS][kRows];
   for (int t = 0; t < TOKENS; ++t)
     for (int r = 0; r < kRows; ++r) sums[t][r] = _mm512_setzero_ps();
   for (int64_t i = 0; i < k; i += 32) {
     __m512bh a[kRows];
     for (int r = 0; r < kRows; ++r) a[r] = load(w[r] + i);
-    for (int r = 0; r < kRows; ++r) _mm_prefetch((const char*)(w[r] + i + 512), _MM_HINT_T0);
+    for (int r = 0; r < kRows; ++r) _mm_prefetch((const char*)(w[r] + i + ahead), _MM_HINT_T1);
     for (int t = 0; t < TOKENS; ++t) {
       __m512bh x = load(rows[t] + i);
       for (int r = 0; r < kRows; ++r) sums[t][r] = _mm512_dpbf16_ps(sums[t][r], a[r], x);
@@ -95,14 +96,14 @@ inline void tile(const uint16_t* const* rows, const uint16_t* const* w, int64_t 
     for (int r = 0; r < kRows; ++r) out[t][r] = _mm512_reduce_add_ps(sums[t][r]);
 }
 
-inline void tiles(int tokens, const uint16_t* const* rows, const uint16_t* const* w, int64_t k, float out[kTokens][kRows]) {
+inline void tiles(int tokens, const uint16_t* const* rows, const uint16_t* const* w, int64_t k, int64_t ahead, float out[kTokens][kRows]) {
   switch (tokens) {
-    case 1: return tile<1>(rows, w, k, out);
-    case 2: return tile<2>(rows, w, k, out);
-    case 3: return tile<3>(rows, w, k, out);
-    case 4: return tile<4>(rows, w, k, out);
-    case 5: return tile<5>(rows, w, k, out);
-    default: return tile<6>(rows, w, k, out);
+    case 1: return tile<1>(rows, w, k, ahead, out);
+    case 2: return tile<2>(rows, w, k, ahead, out);
+    case 3: return tile<3>(rows, w, k, ahead, out);
+    case 4: return tile<4>(rows, w, k, ahead, out);
+    case 5: return tile<5>(rows, w, k, ahead, out);
+    default: return tile<6>(rows, w, k, ahead, out);
   }
 }
 
@@ -134,7 +135,7 @@ void first_product(const Job& j, int64_t begin, int64_t end) {
                                 j.up_first + d * j.up_step, j.up_first + (d + 1) * j.up_step};
         const uint16_t* weight[kRows];
         for (int r = 0; r < kRows; ++r) weight[r] = w + index[r] * j.hidden;
-        tiles(count, rows, weight, j.hidden, block);
+        tiles(count, rows, weight, j.hidden, 2 * j.gate_step * j.hidden, block);
         for (int t = 0; t < count; ++t) {
           for (int r = 0; r < kRows; ++r)
             if (b) block[t][r] += to_float(b[index[r]]);
@@ -164,7 +165,7 @@ void second_product(const Job& j, int64_t begin, int64_t end) {
       for (int64_t c = begin; c < end; c += kRows) {
         const uint16_t* weight[kRows];
         for (int r = 0; r < kRows; ++r) weight[r] = w + (c + r) * j.width;
-        tiles(count, rows, weight, j.width, block);
+        tiles(count, rows, weight, j.width, kRows * j.width, block);
         for (int t = 0; t < count; ++t) {
           const int32_t pair = j.pairs[at + t];
           float* out = j.sum + (pair / j.top_k) * j.hidden + c;
