@@ -88,8 +88,8 @@ def is_candidate(kernel: Kernel, layer: Layer, options: Options) -> bool:
 
 def facts(layer: Layer, options: Options, experts: int, shared_slots: int) -> dict[str, Any]:
     return {
-        "T": Range(0),
-        "N": Range(MASKED_ROWS, None, MASKED_ROWS),
+        "T": Range(0) if options.tokens is None else options.tokens,
+        "N": Range(MASKED_ROWS, None, MASKED_ROWS) if options.tokens is None else max(1, -(-options.tokens // MASKED_ROWS)) * MASKED_ROWS,
         "K": layer.K + shared_slots,
         "H": layer.H,
         "D": layer.D,

@@ -14,7 +14,8 @@ PER_RANK_SLOT = frozenset({"deepep", "mori"})  # one physical shared-expert slot
 class Options:
     """What the user asked for, resolved: `a2a` is "local", "none", "all_to_all", "deepep" or "mori"; `target` is one of TARGETS.
 
-    `grouped` is true when a process group carries the ranks; else they are virtual, in this process.
+    `grouped` is true when a process group carries the ranks; else they are virtual, in this process. `tokens`: how many a call has,
+    when that is known.
     """
 
     ep_size: int = 1
@@ -23,6 +24,7 @@ class Options:
     target: str = "cpu"
     disable: tuple[str, ...] = ()
     grouped: bool = False
+    tokens: int | None = None
 
 
 def check_choice(what: str, value: object, allowed: tuple[str, ...]) -> None:

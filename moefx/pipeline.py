@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from moefx.graph import text
 from moefx.options import A2A, PRECISIONS, TARGETS, Options, check_choice, check_ep_size, resolve_a2a
 from moefx.reports import REPORT_KEY, LayerRecord, Report
 from moefx.rewrite import DISABLABLE, Lowered, Ranks, Traced, lower, trace
+from moefx.signature import signature
 from moefx.verify import TOLERANCE, block_inputs, outputs_differ
 
 
@@ -61,7 +63,8 @@ def optimize(
         check_divides(candidate.experts, options.ep_size)
     examples = _example_calls(model, candidates, example_inputs) if example_inputs is not None else {}
     result = model if inplace else swap.copy_sharing_tensors(model)
-    records = [_guarded(result, c, options, ranks, examples.get(c.name), verify) for c in candidates]
+    traces: dict[Hashable, Traced] = {}
+    records = [_guarded(result, c, options, ranks, examples.get(c.name), verify, traces) for c in candidates]
     left = [r for r in records if not r.rewritten]
     if strict and (left or not records):
         text = "; ".join(f"{r.name or type(model).__name__}: {r.reason}" for r in left) or "no mixture-of-experts layer was found"
@@ -183,6 +186,30 @@ def _guarded(result: nn.Module, candidate: Candidate, *arguments: Any) -> LayerR
         return LayerRecord(candidate.name, False, reason=f"moefx failed on this layer: {first_line(error)} ({where}); please report it")
 
 
+def _trace_once(
+    candidate: Candidate, options: Options, example: Mapping[str, Any] | None, traces: dict[Hashable, Traced]
+) -> tuple[Traced | LayerRecord, Candidate]:
+    """The trace of a block (or of the experts inside it) and whose it is; blocks that differ in tensor values only share one."""
+    key = (signature(candidate.module), _shapes(example))
+    if key in traces:
+        known = traces[key]
+        mine = candidate if known.whole or candidate.inner is None else candidate.inner
+        return replace(known, layer=replace(known.layer, name=mine.name)), mine
+    traced = trace(candidate, options, example, execute=True)
+    mine = candidate
+    if isinstance(traced, LayerRecord) and candidate.inner is not None and "forward" not in candidate.inner.module.__dict__:
+        inner = trace(candidate.inner, options, None, execute=True)
+        if isinstance(inner, Traced):
+            traced, mine = replace(inner, whole=False), candidate.inner
+    if isinstance(traced, Traced) and not any(n.op == "get_attr" for n in traced.capture.graph.graph.nodes):
+        traces[key] = traced
+    return traced, mine
+
+
+def _shapes(example: Mapping[str, Any] | None) -> Hashable:
+    return None if example is None else tuple((n, tuple(v.shape) if isinstance(v, torch.Tensor) else repr(v)) for n, v in example.items())
+
+
 def _rewrite(
     result: nn.Module,
     candidate: Candidate,
@@ -190,6 +217,7 @@ def _rewrite(
     ranks: Ranks | None,
     example: Mapping[str, Any] | None,
     verify: bool,
+    traces: dict[Hashable, Traced],
 ) -> LayerRecord:
     started = time.perf_counter()
     if "forward" in candidate.module.__dict__:
@@ -197,11 +225,7 @@ def _rewrite(
             "its forward was replaced on the instance (hooks of accelerate, or a patch), so what the class computes is not what it does"
         )
         return LayerRecord(candidate.name, False, reason=reason)
-    traced = trace(candidate, options, example, execute=True)
-    if isinstance(traced, LayerRecord) and candidate.inner is not None and "forward" not in candidate.inner.module.__dict__:
-        inner = trace(candidate.inner, options, None, execute=True)
-        if isinstance(inner, Traced):
-            traced, candidate = inner, candidate.inner
+    traced, candidate = _trace_once(candidate, options, example, traces)
     if isinstance(traced, LayerRecord):
         return traced
     decision = decide(traced.layer, options)

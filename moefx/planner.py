@@ -37,7 +37,7 @@ def plan(
         check_choice("target", target, TARGETS)
     if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):
         raise ValueError(f"tokens={tokens!r} must be an integer of at least 0: the tokens of one call")
-    options = Options(ep_size, resolve_a2a(a2a, ep_size, False), precision, target or "cpu", tuple(disable))
+    options = Options(ep_size, resolve_a2a(a2a, ep_size, False), precision, target or "cpu", tuple(disable), tokens=tokens)
     if isinstance(model_or_config, (str, Path)):
         name, config = _named(model_or_config)
         return _from_layers(name, hf_config.layers(config), options)

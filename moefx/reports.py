@@ -211,10 +211,27 @@ def _notes(report: Report) -> list[str]:
 
 
 def report(model: nn.Module) -> Report:
-    """The report of a model that `optimize` returned; TypeError for what is no module, ValueError for one that was not optimised."""
+    """The report of a model that `optimize` returned or that torch.compile ran with backend "moefx" (what was compiled so far).
+
+    TypeError for what is no module, ValueError for one that was not optimised.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"report expects a torch.nn.Module, got {type(model).__name__}")
-    found = model.__dict__.get(REPORT_KEY) or getattr(getattr(model, "_orig_mod", None), "__dict__", {}).get(REPORT_KEY)
+    inner = model.__dict__.get("_modules", {}).get("_orig_mod", model)
+    found = inner.__dict__.get(REPORT_KEY) or _of_compiled(inner)
     if found is None:
-        raise ValueError("this model was not optimised by moefx; pass what moefx.optimize(model) returned")
+        raise ValueError("this model was not optimised by moefx; pass what moefx.optimize(model) returned, or run the compiled model once")
     return found
+
+
+def _of_compiled(model: nn.Module) -> Report | None:
+    """The latest record of every layer of the model that the torch.compile backend saw."""
+    import sys
+
+    backend: Any = sys.modules.get("moefx.backend")
+    own = {id(p) for p in model.parameters()}
+    seen = [(o, r) for weight, o, r in (backend.RECORDS if backend else []) if id(weight()) in own]
+    if not seen:
+        return None
+    latest = {record.name: record for _, record in seen}
+    return Report(seen[-1][0], list(latest.values()), (), type(model).__name__)

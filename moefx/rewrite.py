@@ -37,12 +37,13 @@ DISABLABLE = ("normalize", "raise_experts", "raise_shared_expert", "fuse_shared_
 
 @dataclass
 class Traced:
-    """A captured block in canonical form, before any decision."""
+    """A captured block in canonical form, before any decision. `whole`: the block itself, not the experts' own module inside it."""
 
     capture: Capture
     routed: Raised
     shared: RaisedShared | None
     layer: Layer
+    whole: bool = True
 
 
 @dataclass

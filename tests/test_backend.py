@@ -11,6 +11,7 @@ import torch
 import torch._dynamo
 from torch import nn
 
+import moefx
 from moefx import backend
 
 
@@ -59,6 +60,8 @@ def test_shared_expert_and_two_ranks() -> None:
             torch.testing.assert_close(compiled(x), block(x), atol=2e-5, rtol=0)
     assert records() and all(r.rewritten for r in records()), [r.reason for r in records()]
     assert records()[0].decision.placement == "unfused"
+    layers = moefx.report(compiled).layers
+    assert len(layers) == 1 and layers[0]["rewritten"] and layers[0]["dims"]["E"] == 4
 
 
 def test_training_passes_through_untouched() -> None:
