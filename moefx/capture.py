@@ -39,6 +39,10 @@ class CaptureError(Exception):
     """A block that can't be traced; the text says why. `optimize` turns it into a reason in the report."""
 
 
+class SizeBranchError(CaptureError):
+    """A block that computes something else for other numbers of tokens: no single trace holds."""
+
+
 @dataclass(frozen=True)
 class Capture:
     """One traced block.
@@ -180,7 +184,7 @@ def _check_any_size(program: ExportedProgram) -> None:
     """The trace must hold for every number of tokens: no upper bound, no lower bound beyond the 0/1 that export sets apart."""
     for symbol, bounds in program.range_constraints.items():
         if str(symbol).startswith("s") and (bounds.upper != int_oo or bounds.lower > 2):
-            raise CaptureError(
+            raise SizeBranchError(
                 f"the block takes another way outside {bounds.lower}..{bounds.upper} tokens ({symbol}), and a trace holds only one"
             )
 

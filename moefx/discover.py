@@ -87,7 +87,7 @@ def _listed_experts(module: nn.Module) -> int | None:
     """E when the module is a list (or dict) of alike modules, each with two or more matrices."""
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return None
-    children = list(module.children())
+    children = list(module.values()) if isinstance(module, nn.ModuleDict) else list(module)
     if len(children) < 2 or len({type(c) for c in children}) != 1:
         return None
     shapes = [tuple((n, tuple(p.shape)) for n, p in c.named_parameters()) for c in children]

@@ -175,17 +175,19 @@ def extract(graph: fx.Graph, inputs: Sequence[fx.Node], output: fx.Node) -> tupl
     Sizes read from other inputs of the block are rebuilt from the number of tokens of the first input. What the subgraph needs besides
     must be weights; ValueError names what else it needs.
     """
-    inside = ancestors([output], stop=set(inputs) | {n for n in graph.nodes if isinstance(value(n), torch.SymInt)})
+    total = numel((shape(inputs[0]) or ())[:-1])
+    inside = region([output], inputs, total)
     weights = [n for n in graph.nodes if n in inside and is_weight(n) and n not in inputs]
     new, mapping = fx.Graph(), {}
     for node in [*inputs, *weights]:
         mapping[node] = new.placeholder(node.name)
     tokens = _token_count(new, mapping[inputs[0]], len(shape(inputs[0]) or ()))
-    total = numel((shape(inputs[0]) or ())[:-1])
     for node in graph.nodes:
         if node in inside and node not in mapping:
-            if isinstance(value(node), torch.SymInt):
-                mapping[node] = _size_from_tokens(new, mapping, node, tokens, total)
+            ratio = _ratio(node, total)
+            if ratio is not None:
+                times = tokens if ratio.p == 1 else new.call_function(operator.mul, (tokens, int(ratio.p)))
+                mapping[node] = times if ratio.q == 1 else new.call_function(operator.floordiv, (times, int(ratio.q)))
             elif node.op == "placeholder":
                 raise ValueError(f"the region also depends on {node.name}")
             else:
@@ -203,20 +205,22 @@ def _token_count(new: fx.Graph, x: fx.Node, rank: int) -> fx.Node:
     return count
 
 
-def _size_from_tokens(new: fx.Graph, mapping: dict[fx.Node, fx.Node], node: fx.Node, tokens: fx.Node, total: Any) -> fx.Node:
-    """A size of the region: a multiple of the token count, or computed inside the region (rows of one expert)."""
-    if isinstance(total, torch.SymInt):
-        ratio = (value(node).node.expr / total.node.expr).simplify()
-        if ratio.is_Rational:
-            times = tokens if ratio.p == 1 else new.call_function(operator.mul, (tokens, int(ratio.p)))
-            return times if ratio.q == 1 else new.call_function(operator.floordiv, (times, int(ratio.q)))
-    for source in node.all_input_nodes:
-        if source not in mapping and isinstance(value(source), torch.SymInt):
-            mapping[source] = _size_from_tokens(new, mapping, source, tokens, total)
-    missing = [n for n in node.all_input_nodes if n not in mapping]
-    if missing:
-        raise ValueError(f"the region reads the size {node.name} of {missing[0].name}, which is no multiple of the number of tokens")
-    return new.node_copy(node, lambda n: mapping[n])
+def region(outputs: Iterable[fx.Node], inputs: Iterable[fx.Node], total: Any) -> set[fx.Node]:
+    """What lies between `inputs` and `outputs`; a size that is a multiple of the number of tokens `total` is an input of its own."""
+    roots = list(outputs)
+    sizes = {n for n in roots[0].graph.nodes if _ratio(n, total) is not None}
+    return ancestors(roots, stop=set(inputs) | sizes)
+
+
+def _ratio(node: fx.Node, total: Any) -> Any:
+    """The rational c with size = c * total; None for what is no size or no multiple."""
+    if not isinstance(value(node), torch.SymInt) or not isinstance(total, torch.SymInt):
+        return None
+    size, tokens = value(node).node.expr, total.node.expr
+    if not size.free_symbols <= tokens.free_symbols:
+        return None
+    ratio = (size / tokens).simplify()
+    return ratio if ratio.is_Rational else None
 
 
 def line_of(node: fx.Node | None) -> str:

@@ -6,7 +6,7 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -25,6 +25,7 @@ class Instance:
     motifs: tuple[Motif, ...]
     form: str
     experts: int
+    turned: tuple[bool, bool] = (False, False)  # square weights [E, n, n] of the first and second product: taken as [.., in, out]
 
     @property
     def first(self) -> tuple[Gemm, ...]:
@@ -47,6 +48,16 @@ def find_instances(motifs: Sequence[Motif]) -> list[Instance]:
             form = "loop" if _select(family[0].second.weight) is not None else "module_list"
             found.append(Instance(tuple(family), form, len(family)))
     return found
+
+
+def turns(instance: Instance) -> list[Instance]:
+    """The instance with every reading of its square weights, whose orientation sizes do not tell; a trial on numbers does."""
+    if instance.form not in ("gathered_bmm", "dense"):
+        return [instance]
+    gemms = (instance.first[0], instance.motifs[0].second)
+    square = [(shape(stacked_root(g.weight)[0]) or (0, 1, 2))[1:] for g in gemms]
+    choices = [(False, True) if len(s) == 2 and s[0] == s[1] else (False,) for s in square]
+    return [replace(instance, turned=(a, b)) for a in choices[0] for b in choices[1]]
 
 
 def _stacked(motif: Motif) -> bool:
@@ -140,7 +151,8 @@ def _expert_weight(graph: fx.Graph, instance: Instance, position: int, hidden: i
     root, _ = stacked_root(gemms[0].weight)
     want = 2 if transposed_in == 1 else 1
     sizes = shape(root) or ()
-    if sizes[want] == hidden:
+    turn = instance.turned[0 if transposed_in == 1 else 1] and sizes[1] == sizes[2]
+    if sizes[want] == hidden and not turn:
         return root
     if sizes[3 - want] == hidden:
         return insert(graph, aten.transpose.int, (root, 1, 2), like)

@@ -67,14 +67,15 @@ def export_total(
     audit = _Audit()
     big = {n: _with_many_rows(v, dynamic_shapes.get(n)) for n, v in values.items()}
     try:
-        with torch.no_grad(), _hinted_sizes(audit), quiet_export_logs(), PortableGroupedMm(), _AllExperts(num_experts):
-            program = torch.export.export(
-                block,
-                tuple(big.values()),
-                dynamic_shapes=tuple(dynamic_shapes.values()),
-                strict=False,
-                prefer_deferred_runtime_asserts_over_guards=True,
-            )
+        with torch.no_grad(), _hinted_sizes(audit), quiet_export_logs():
+            with PortableGroupedMm(), _AllExperts(num_experts):
+                program = torch.export.export(
+                    block,
+                    tuple(big.values()),
+                    dynamic_shapes=tuple(dynamic_shapes.values()),
+                    strict=False,
+                    prefer_deferred_runtime_asserts_over_guards=True,
+                )
             program = program.run_decompositions(table)
     except UntraceableError:
         raise
@@ -140,7 +141,7 @@ class _AllExperts(TorchFunctionMode):
         super().__init__()
         self.experts = experts
         self.truth: dict[int, tuple[torch.Tensor, bool]] = {}
-        self.order: torch.Tensor | None = None
+        self.rows: Any = None
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -156,8 +157,18 @@ class _AllExperts(TorchFunctionMode):
             if special is not NotImplemented:
                 return special
         result = func(*args, **kwargs)
+        if func in (torch.cat, torch.concat) and self._joins_experts(args, kwargs):
+            return assume_rows(result, self.rows)
         self._note(name, first, args, result)
         return result
+
+    def _joins_experts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """The outputs of a loop over sorted tokens, one part an expert: together they have as many rows as were sorted."""
+        parts = args[0] if args else kwargs["tensors"]
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        return (
+            self.rows is not None and dim == 0 and len(parts) == self.experts and all(isinstance(p.shape[0], torch.SymInt) for p in parts)
+        )
 
     def _special(self, func: Any, name: str, first: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         per_expert = first.dim() == 1 and isinstance(first.shape[0], int) and first.shape[0] in (self.experts, self.experts + 1)
@@ -181,8 +192,8 @@ class _AllExperts(TorchFunctionMode):
             return [first[i].item() for i in range(first.shape[0])]
         if name == "__bool__" and id(first) in self.truth:
             return self.truth[id(first)][1]
-        if func in (torch.cat, torch.concat):
-            return NotImplemented
+        if name in ("argsort", "sort") and first.dim() == 1 and not first.is_floating_point():
+            self.rows = first.shape[0]
         return NotImplemented
 
     def _note(self, name: str, first: torch.Tensor | None, args: tuple[Any, ...], result: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from moefx.capture import Capture, CaptureError, capture
+from moefx.capture import Capture, CaptureError, SizeBranchError, capture
 from moefx.decision import Decision
 from moefx.discover import Candidate, example_arguments
 from moefx.graph import dtype, is_weight, text
@@ -100,6 +100,8 @@ def _capture(candidate: Candidate, example: Mapping[str, Any] | None) -> Capture
         try:
             values = example if example is not None else example_arguments(candidate, rank, device)
             return capture(candidate.module, (), values, candidate.experts)
+        except SizeBranchError as error:
+            return str(error)
         except (CaptureError, ValueError) as error:
             reasons.append(str(error))
     return reasons[0]

@@ -104,6 +104,7 @@ def region_differs(graph: fx.Graph, cut: Any, new: fx.Node, layer: Any, tensors:
     for ids in routings(layer.experts, layer.top_k, generator, _tokens(cut, first)):
         x = _example(cut.x, hidden_states(ids.shape[0], _facing(first, layer.hidden), layer.activation.limit, generator))
         weights = _weights(ids, generator)
+        weights = weights.abs() if nonnegative(cut.weights) else weights
         arguments = [
             x.to(device=device, dtype=cut.x.meta["val"].dtype),
             _reshape(cut.ids, ids).to(device=device, dtype=cut.ids.meta["val"].dtype),
@@ -135,6 +136,44 @@ def _from_top_k(ids: fx.Node) -> bool:
     """Whether the ids are positions of a top-k (or sort) along their own dim: then no expert comes twice in a token."""
     source = getitem_source(through_views(ids, CASTS))
     return source is not None and source[1] == 1 and is_call(source[0], {aten.topk.default, aten.sort.default})
+
+
+_KEEP_SIGN = CASTS | {
+    aten.gather.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.index.Tensor,
+    aten.sum.dim_IntList,
+    aten.clamp_min.default,
+}
+_MAKE_NONNEGATIVE = {
+    aten.softmax.int,
+    aten._softmax.default,
+    aten.sigmoid.default,
+    aten.relu.default,
+    aten.abs.default,
+    aten.exp.default,
+    aten.softplus.default,
+}
+
+
+def nonnegative(node: Any) -> bool:
+    """Whether no value of the node is negative, as its ops show: a softmax or sigmoid, chosen from, divided by its sum, scaled."""
+    if isinstance(node, (int, float)):
+        return node >= 0
+    node = through_views(node, CASTS)
+    source = getitem_source(node)
+    if source is not None:
+        return (
+            source[1] == 0 and is_call(source[0], {aten.topk.default, aten.sort.default, aten.max.dim}) and nonnegative(source[0].args[0])
+        )
+    if is_call(node, _MAKE_NONNEGATIVE):
+        return True
+    if is_call(node, _KEEP_SIGN):
+        return nonnegative(node.args[0])
+    if is_call(node, {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor}):
+        return all(nonnegative(a) for a in node.args)
+    return False
 
 
 def _weights(ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

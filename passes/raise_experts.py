@@ -11,6 +11,8 @@ canonical op on inputs that reach every expert and every clamp (`Trial`); what d
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,11 +33,12 @@ from moefx.graph import (
     is_call,
     line_of,
     numel,
+    region,
     same_size,
     shape,
     weight_only,
 )
-from moefx.instance import Instance, find_instances, first_weight, is_float, second_weight
+from moefx.instance import Instance, find_instances, first_weight, is_float, second_weight, turns
 from moefx.motif import Gemm, Motif, find_gemms, find_motifs
 
 _GATHERS = frozenset(
@@ -46,8 +49,11 @@ _GATHERS = frozenset(
         aten.repeat.default,
         aten.gather.default,
         aten.cat.default,
+        aten.slice.Tensor,
+        aten.narrow.default,
     }
 )
+_SPLITS = frozenset({aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.indices})
 
 
 _COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne", "greater", "less", "threshold", "clamp", "clamp_min", "clamp_max")
@@ -120,10 +126,10 @@ def _raise(graph: fx.Graph, instance: Instance, trial: Trial) -> Raised | str:
     activation, rounding, order, why_opaque = _activation(motif)
     where = f"the experts at {motif.second.node.name} ({line_of(motif.second.node)})"
     differs = None
-    for cut in _cuts(graph, instance, hidden):
+    for turned, cut in itertools.product(turns(instance), _cuts(graph, instance, hidden)):
         with graph.inserting_before(cut.output.next):
             try:
-                candidate = _replacement(graph, instance, cut, activation, rounding, order, hidden, why_opaque)
+                candidate = _replacement(graph, turned, cut, activation, rounding, order, hidden, why_opaque)
             except (ValueError, IndexError, RuntimeError) as error:
                 differs = differs or str(error).splitlines()[0]
                 continue
@@ -187,7 +193,7 @@ def _cuts(graph: fx.Graph, instance: Instance, hidden: int, limit: int = 12) -> 
                     if (
                         len(shape(ids) or ()) == len(shape(weights) or ())
                         and _top_k(ids) == _top_k(weights)
-                        and _closed(output, {x, ids, weights}, instance)
+                        and _closed(output, (x, ids, weights), instance, total)
                     ):
                         yield Cut(x, ids, weights, output)
                         count += 1
@@ -206,6 +212,8 @@ def _tokens(instance: Instance, hidden: int) -> list[fx.Node]:
             node = node.args[0]
         elif is_call(node, {aten.cat.default}) and len(set(node.args[0])) == 1:
             node = node.args[0][0]
+        elif node.target is operator.getitem and is_call(node.args[0], _SPLITS):
+            node = node.args[0].args[0]
         else:
             break
     fit = [n for n in chain[::-1] if (shape(n) or (0,))[-1] == hidden and dtype(n) == dtype(gemm.weight)]
@@ -257,12 +265,12 @@ def _top_k(node: fx.Node) -> int:
     return int(sizes[-1]) if len(sizes) > 1 and isinstance(sizes[-1], int) else 1
 
 
-def _closed(output: fx.Node, inputs: set[fx.Node], instance: Instance) -> bool:
-    """Whether the region from `inputs` to `output` needs no other tensor (sizes aside) and uses each of them."""
-    inside = ancestors([output], stop=inputs | {n for n in output.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)})
-    if not inputs <= inside or not set(instance.ends) <= inside:
+def _closed(output: fx.Node, cut: Sequence[fx.Node], instance: Instance, total: object) -> bool:
+    """Whether the region from `cut` to `output` needs no other tensor (sizes aside) and uses each of them."""
+    inside = region([output], cut, total)
+    if not set(cut) <= inside or not set(instance.ends) <= inside:
         return False
-    return all(n in inputs or n.op != "placeholder" or "weight" in n.meta or isinstance(n.meta.get("val"), torch.SymInt) for n in inside)
+    return all(n in cut or n.op != "placeholder" or "weight" in n.meta or isinstance(n.meta.get("val"), torch.SymInt) for n in inside)
 
 
 def _replacement(
