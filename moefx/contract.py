@@ -53,7 +53,11 @@ class Predicate:
     why: str = ""
 
     def __post_init__(self) -> None:
-        _check(ast.parse(self.text, mode="eval").body, self.text)
+        try:
+            tree = ast.parse(self.text, mode="eval").body
+        except SyntaxError as error:
+            raise ValueError(f"predicate {self.text!r} does not parse: {error.msg}") from error
+        _check(tree, self.text)
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,10 @@ def evaluate(predicate: Predicate, facts: Facts) -> PredicateOutcome:
     for sample in _samples(ranged):
         at = {**values, **sample}
         if not _truth(tree, at):
-            lhs, rhs = _sides(tree, at)
+            sample = _smallest(tree, values, ranged) or sample
+            lhs, rhs = _sides(tree, {**values, **sample})
             return PredicateOutcome(predicate.text, {**shown, **sample}, lhs, rhs, "refuted", why=predicate.why)
-    if _proved(tree, values):
+    if _defined(tree, values) and _proved(tree, values):
         return PredicateOutcome(predicate.text, shown, None, None, "proved", why=predicate.why)
     return PredicateOutcome(predicate.text, shown, None, None, "unknown", f"narrower bounds of {', '.join(ranged)}", predicate.why)
 
@@ -169,7 +174,13 @@ _NODES = (
 
 
 def _check(tree: ast.expr, text: str) -> None:
+    compares = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
+    members = [c for node in compares for op, c in zip(node.ops, node.comparators, strict=True) if isinstance(op, (ast.In, ast.NotIn))]
     for node in ast.walk(tree):
+        if isinstance(node, ast.Tuple) and node not in members:
+            raise ValueError(f"predicate {text!r}: a tuple stands only behind `in`")
+        if isinstance(node, ast.Constant) and not isinstance(node.value, (int, str, type(None))):
+            raise ValueError(f"predicate {text!r}: {node.value!r} is no integer, text, bool or None")
         if not isinstance(node, _NODES):
             raise ValueError(f"predicate {text!r}: {type(node).__name__} is not part of the predicate language")
         if isinstance(node, ast.Name) and node.id not in DIMS + CATEGORIES:
@@ -177,17 +188,23 @@ def _check(tree: ast.expr, text: str) -> None:
 
 
 def _truth(tree: ast.expr, values: Mapping[str, Any]) -> bool:
-    """The predicate on concrete values. The text was checked to be a small expression over names and constants."""
-    return bool(eval(compile(ast.Expression(tree), "<predicate>", "eval"), {"__builtins__": {}}, dict(values)))  # noqa: S307
+    """The predicate on concrete values; a division by zero is no truth. The text was checked to be a small expression."""
+    try:
+        return bool(eval(compile(ast.Expression(tree), "<predicate>", "eval"), {"__builtins__": {}}, dict(values)))  # noqa: S307
+    except ZeroDivisionError:
+        return False
 
 
 def _sides(tree: ast.expr, values: Mapping[str, Any]) -> tuple[int | None, int | None]:
     if not isinstance(tree, ast.Compare) or len(tree.ops) != 1 or isinstance(tree.ops[0], (ast.In, ast.NotIn)):
         return None, None
-    sides = [
-        eval(compile(ast.Expression(e), "<predicate>", "eval"), {"__builtins__": {}}, dict(values))
-        for e in (tree.left, tree.comparators[0])
-    ]  # noqa: S307
+    try:
+        sides = [
+            eval(compile(ast.Expression(e), "<predicate>", "eval"), {"__builtins__": {}}, dict(values))  # noqa: S307
+            for e in (tree.left, tree.comparators[0])
+        ]
+    except ZeroDivisionError:
+        return None, None
     return (sides[0], sides[1]) if all(isinstance(s, int) and not isinstance(s, bool) for s in sides) else (None, None)
 
 
@@ -200,10 +217,34 @@ def _samples(ranged: Mapping[str, Range]) -> Any:
         points = {low + i * step for i in range(9)} | {low + i * step for i in (63, 127, 255, 4095)}
         if bounds.maximum is not None:
             high = bounds.maximum // step * step
-            points = {p for p in points if p <= high} | {high, max(low, high - step)}
+            points = {p for p in points | {high, high - step} if low <= p <= high}
         choices.append([(name, p) for p in sorted(points)])
     for combination in sorted(itertools.islice(itertools.product(*choices), 20000), key=lambda c: sum(v for _, v in c)):
         yield dict(combination)
+
+
+def _smallest(tree: ast.expr, values: Mapping[str, Any], ranged: Mapping[str, Range]) -> dict[str, int] | None:
+    """The smallest counterexample among the first 4096 values of a lone ranged dim."""
+    if len(ranged) != 1:
+        return None
+    ((name, bounds),) = ranged.items()
+    step = bounds.multiple_of
+    low = -(-bounds.minimum // step) * step
+    last = low + 4095 * step if bounds.maximum is None else min(bounds.maximum, low + 4095 * step)
+    return next(({name: n} for n in range(low, last + 1, step) if not _truth(tree, {**values, name: n})), None)
+
+
+class _NotShownError(Exception):
+    """The expression is beyond what the algebra decides soundly."""
+
+
+def _defined(tree: ast.expr, values: Mapping[str, Any]) -> bool:
+    """Whether no divisor is zero anywhere in range; a proof of one part says nothing where another part divides by zero."""
+    divisors = [n.right for n in ast.walk(tree) if isinstance(n, ast.BinOp) and isinstance(n.op, (ast.FloorDiv, ast.Mod))]
+    try:
+        return all(_to_sympy(d, values).is_nonzero for d in divisors)
+    except _NotShownError:
+        return False
 
 
 def _proved(tree: ast.expr, values: Mapping[str, Any]) -> bool:
@@ -217,7 +258,10 @@ def _proved(tree: ast.expr, values: Mapping[str, Any]) -> bool:
         return _truth(tree, values)
     left = tree.left
     for op, right in zip(tree.ops, tree.comparators, strict=True):
-        if not _holds(op, _to_sympy(left, values), _to_sympy(right, values)):
+        try:
+            if not _holds(op, _to_sympy(left, values), _to_sympy(right, values)):
+                return False
+        except _NotShownError:
             return False
         left = right
     return True
@@ -228,25 +272,31 @@ def _to_sympy(tree: ast.expr, values: Mapping[str, Any]) -> Any:
     import sympy
     from torch.utils._sympy.functions import FloorDiv, Mod
 
-    if isinstance(tree, ast.Constant):
-        return sympy.Integer(tree.value)
-    if isinstance(tree, ast.Name):
-        value = values[tree.id]
-        if not isinstance(value, Range):
+    if isinstance(tree, (ast.Constant, ast.Name)):
+        value = tree.value if isinstance(tree, ast.Constant) else values[tree.id]
+        if isinstance(value, int):
             return sympy.Integer(value)
+        if not isinstance(tree, ast.Name) or not isinstance(value, Range):
+            raise _NotShownError
         step = value.multiple_of
         low = -(-value.minimum // step)
         return step * (low + sympy.Symbol(tree.id, integer=True, nonnegative=True))
-    if isinstance(tree, ast.UnaryOp):
+    if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
         return -_to_sympy(tree.operand, values)
-    assert isinstance(tree, ast.BinOp)
-    a, b = _to_sympy(tree.left, values), _to_sympy(tree.right, values)
+    if not isinstance(tree, ast.BinOp):
+        raise _NotShownError
+    a, b = sympy.expand(_to_sympy(tree.left, values)), sympy.expand(_to_sympy(tree.right, values))
+    if isinstance(tree.op, (ast.FloorDiv, ast.Mod)):
+        if a.is_Integer and b.is_Integer and b != 0:
+            return sympy.Integer(int(a) // int(b) if isinstance(tree.op, ast.FloorDiv) else int(a) % int(b))
+        if not b.is_positive:  # torch's Mod is nonnegative whatever the divisor's sign; its FloorDiv merges nested divisors
+            raise _NotShownError
     operations = {
         ast.Add: lambda: a + b,
         ast.Sub: lambda: a - b,
         ast.Mult: lambda: a * b,
-        ast.FloorDiv: lambda: FloorDiv(sympy.expand(a), b),
-        ast.Mod: lambda: Mod(sympy.expand(a), b),
+        ast.FloorDiv: lambda: FloorDiv(a, b),
+        ast.Mod: lambda: Mod(a, b),
     }
     return operations[type(tree.op)]()
 

@@ -34,6 +34,11 @@ REWRITTEN = {
     wild.RandIds: "gathered_bmm",
     wild.TupleOut: "gathered_bmm",
     wild.WeightsF32: "gathered_bmm",
+    wild.IndexSelect: "gathered_bmm",
+    wild.Flat: "loop",
+    wild.NonzeroTuple: "loop",
+    wild.DenseBool: "loop",
+    wild.SeqExperts: "module_list",
 }
 LEFT_ALONE = {
     wild.Capacity: "canonical form",
@@ -45,6 +50,8 @@ LEFT_ALONE = {
     wild.Thr: "compares floating values",
     wild.Soft: "separates them from the router",
     wild.Counter: "changes count in place",
+    wild.IntCounts: "made total",
+    wild.Chunked: "made total",
     wild.TBranch: "another way outside",
 }
 

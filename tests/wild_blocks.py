@@ -413,3 +413,96 @@ class Masked(Gathered):
     def forward(self, h, mask=None):
         y = super().forward(h)
         return y if mask is None else y * mask.unsqueeze(-1)
+
+
+class Flat(Gathered):
+    def __init__(self):
+        super().__init__()
+        self.w13 = None
+        self.w1 = nn.Parameter(torch.randn(E * D, H) * H**-0.5)
+        self.v1 = nn.Parameter(torch.randn(E * D, H) * H**-0.5)
+        self.w2 = nn.Parameter(torch.randn(E * D, H) * D**-0.5)
+        self.num_experts = E
+
+    def experts(self, x, w, ids):
+        out = torch.zeros_like(x)
+        w1 = self.w1.view(E, D, H)
+        v1 = self.v1.view(E, D, H)
+        w2 = self.w2.view(E, D, H)
+        for e in range(E):
+            tok, slot = torch.where(ids == e)
+            if tok.shape[0] == 0:
+                continue
+            h = F.silu(x[tok].matmul(w1[e].t())) * x[tok].matmul(v1[e].t())
+            out.index_add_(0, tok, h.matmul(w2[e]) * w[tok, slot].unsqueeze(-1))
+        return out
+
+
+class NonzeroTuple(Gathered):
+    def experts(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e in range(E):
+            tok, slot = torch.nonzero(ids == e, as_tuple=True)
+            out.index_put_(
+                (tok,), F.linear(self.act(F.linear(x[tok], self.w13[e])), self.w2[e]) * w[tok, slot].unsqueeze(-1), accumulate=True
+            )
+        return out
+
+
+class SeqExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(H, E)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(H, D), nn.SiLU(), nn.Linear(D, H)) for _ in range(E))
+
+    def forward(self, h):
+        x = h.reshape(-1, H)
+        w, ids = route(self.gate(x))
+        out = torch.zeros_like(x)
+        for i, e in enumerate(self.experts):
+            tok, slot = torch.where(ids == i)
+            out[tok] += w[tok, slot, None] * e(x[tok])
+        return out.reshape(h.shape)
+
+
+class IntCounts(Gathered):
+    def experts(self, x, w, ids):
+        out = torch.zeros_like(x)
+        counts = torch.bincount(ids.reshape(-1), minlength=E)
+        for e in range(E):
+            n = int(counts[e])
+            if n == 0:
+                continue
+            tok, slot = torch.where(ids == e)
+            out.index_add_(0, tok, F.linear(self.act(F.linear(x[tok], self.w13[e])), self.w2[e]) * w[tok, slot].unsqueeze(-1) * (1 + 0 * n))
+        return out
+
+
+class Chunked(Gathered):
+    def experts(self, x, w, ids):
+        out = torch.zeros_like(x)
+        for e in range(E):
+            tok, slot = torch.where(ids == e)
+            for i in range(0, tok.shape[0], 4):
+                t, s2 = tok[i : i + 4], slot[i : i + 4]
+                out.index_add_(0, t, F.linear(self.act(F.linear(x[t], self.w13[e])), self.w2[e]) * w[t, s2].unsqueeze(-1))
+        return out
+
+
+class IndexSelect(Gathered):
+    def experts(self, x, w, ids):
+        f = ids.flatten()
+        a = torch.index_select(self.w13, 0, f)
+        b = torch.index_select(self.w2, 0, f)
+        y = torch.baddbmm(torch.zeros(f.shape[0], 2 * D, 1), a, x.repeat_interleave(K, 0)[:, :, None])[..., 0]
+        y = torch.bmm(b, self.act(y)[:, :, None])[..., 0]
+        return (y * w.flatten()[:, None]).reshape(-1, K, H).sum(1)
+
+
+class DenseBool(Gathered):
+    def experts(self, x, w, ids):
+        dense = torch.zeros(x.shape[0], E).scatter(1, ids, w)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            out = out + F.linear(self.act(F.linear(x, self.w13[e])), self.w2[e]) * dense[:, e : e + 1]
+        return out
