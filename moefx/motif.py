@@ -7,14 +7,13 @@ down = linear(h, w2)             down     = linear(h, w2)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from moefx.graph import VIEWS, aten, dtype, is_call, shape, value
+from moefx.graph import VIEWS, aten, is_call, shape, value
 
 GROUPED_NAMES = ("_grouped_mm", "grouped_mm_fallback", "grouped_mm")
 _GATHERS = frozenset({aten.index.Tensor, aten.index_select.default, aten.embedding.default})
@@ -183,7 +182,3 @@ def region_leaves(output: fx.Node, by_output: dict[fx.Node, Gemm], weights: set[
 
 def _position(node: fx.Node) -> int:
     return next(i for i, n in enumerate(node.graph.nodes) if n is node)
-
-
-def same_dtype(nodes: Sequence[fx.Node]) -> bool:
-    return len({dtype(n) for n in nodes}) == 1

@@ -14,7 +14,7 @@ from torch import nn
 
 from moefx import discover, swap
 from moefx.capture import first_line
-from moefx.decision import check_divides, decide
+from moefx.decision import Decision, check_divides, decide
 from moefx.discover import Candidate
 from moefx.errors import NotRewrittenError
 from moefx.graph import text
@@ -127,19 +127,15 @@ def trace_layers(model: nn.Module, options: Options) -> list[LayerRecord]:
             records.append(traced)
             continue
         decision = decide(traced.layer, options)
-        records.append(
-            LayerRecord(
-                candidate.name,
-                decision.kernel is not None,
-                traced.routed.form,
-                decision.reason,
-                traced.layer,
-                decision,
-                rounding=traced.routed.rounding,
-                opaque_reason=traced.routed.opaque_reason,
-            )
-        )
+        records.append(_record(candidate.name, traced, decision, decision.kernel is not None))
     return records
+
+
+def _record(name: str, traced: Traced, decision: Decision, rewritten: bool) -> LayerRecord:
+    routed = traced.routed
+    return LayerRecord(
+        name, rewritten, routed.form, decision.reason, traced.layer, decision, rounding=routed.rounding, opaque_reason=routed.opaque_reason
+    )
 
 
 def _example_calls(model: nn.Module, candidates: Sequence[Candidate], example_inputs: Any) -> dict[str, dict[str, Any]]:
@@ -229,17 +225,8 @@ def _rewrite(
     if isinstance(traced, LayerRecord):
         return traced
     decision = decide(traced.layer, options)
-    record = LayerRecord(
-        candidate.name,
-        False,
-        traced.routed.form,
-        decision.reason,
-        traced.layer,
-        decision,
-        rounding=traced.routed.rounding,
-        opaque_reason=traced.routed.opaque_reason,
-        before=text(traced.capture.graph.graph),
-    )
+    record = _record(candidate.name, traced, decision, False)
+    record.before = text(traced.capture.graph.graph)
     if decision.kernel is None:
         return record
     block = result.get_submodule(candidate.name)

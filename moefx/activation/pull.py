@@ -15,37 +15,17 @@ import torch
 from torch import fx
 
 from moefx.activation.field import Algebra, Expr
-from moefx.graph import aten, line_of, value
+from moefx.graph import VIEWS, aten, line_of, value
 
-_VIEWS = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.default,
-        aten.squeeze.dims,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.flip.default,
-        aten.alias.default,
-        aten.detach.default,
-        aten.contiguous.default,
-        aten.clone.default,
-        aten.movedim.int,
-        aten.expand.default,
-        aten.flatten.using_ints,
-        aten.narrow.default,
-        aten.unfold.default,
-        aten.diagonal.default,
-        aten.lift_fresh_copy.default,
-        aten.roll.default,
-    }
-)
+_VIEWS = VIEWS | {
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.flip.default,
+    aten.narrow.default,
+    aten.unfold.default,
+    aten.diagonal.default,
+    aten.roll.default,
+}
 _LISTS = frozenset(
     {
         aten.split.Tensor,
