@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return _plan(options) if options.command == "plan" else _doctor()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         print(f"moefx: {error}", file=sys.stderr)
         return 2
 

@@ -51,6 +51,9 @@ def optimize(
     Raises TypeError for what is no module and ValueError for values, before anything is changed. `moefx.report(result)` says what was
     done and why.
     """
+    for name, flag in (("verify", verify), ("strict", strict), ("inplace", inplace)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}={flag!r} must be True or False")
     options, ranks = check_arguments(model, ep_size, group, a2a, precision, target, disable)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(

@@ -23,6 +23,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"precision": "fp3"}, "precision='fp3'.*preserve"),
     ({"disable": ("raise_eyebrows",)}, "disable='raise_eyebrows'.*raise_experts"),
     ({"group": object()}, "not initialised"),
+    ({"strict": "no"}, "strict='no' must be True or False"),
     ({"example_inputs": torch.randn(2, 7, 5)}, "does not run on example_inputs"),
 ]
 

@@ -186,7 +186,13 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert "MixtralConfig" in capsys.readouterr().out
     assert main(["doctor"]) == 0
     assert "torch.distributed" in capsys.readouterr().out
-    for wrong in (["plan", "zork"], ["plan"], ["plan", "mixtral-8x7b", "--ep-size", "two"], ["plan", "mixtral-8x7b", "--a2a", "x"]):
+    for wrong in (
+        ["plan", "zork"],
+        ["plan"],
+        ["plan", "mixtral-8x7b", "--ep-size", "two"],
+        ["plan", "mixtral-8x7b", "--a2a", "x"],
+        ["plan", "mixtral-8x7b", "--html", "/no/such/folder/x.html"],
+    ):
         assert main(wrong) == 2
         error = capsys.readouterr().err
         assert error.startswith("moefx: ") and "Traceback" not in error and error.count("\n") == 1
