@@ -108,7 +108,7 @@ def _is_lead(size: int, leads: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def _export(block: nn.Module, values: dict[str, Any], dynamic: dict[str, Any], num_experts: int | None) -> ExportedProgram:
-    from moefx.loops import PortableGroupedMm, UntraceableError, export_total
+    from moefx.loops import PortableGroupedMm, UntraceableError, call_arguments, call_shapes, export_total
 
     known = torch.export.default_decompositions()
     table = {op: known[op] for op in _OPEN_UP if op in known}
@@ -116,7 +116,7 @@ def _export(block: nn.Module, values: dict[str, Any], dynamic: dict[str, Any], n
         try:
             with PortableGroupedMm():
                 return torch.export.export(
-                    block, tuple(values.values()), dynamic_shapes=tuple(dynamic.values()), strict=False
+                    block, *call_arguments(block, values), dynamic_shapes=call_shapes(block, dynamic), strict=False
                 ).run_decompositions(table)
         except Exception as error:  # noqa: BLE001  export raises nearly every type there is; all mean "not traceable this way"
             if num_experts is None:

@@ -9,6 +9,7 @@ The caller compares the result with the block itself (`moefx.verify`).
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -71,8 +72,8 @@ def export_total(
             with PortableGroupedMm(), _AllExperts(num_experts):
                 program = torch.export.export(
                     block,
-                    tuple(big.values()),
-                    dynamic_shapes=tuple(dynamic_shapes.values()),
+                    *call_arguments(block, big),
+                    dynamic_shapes=call_shapes(block, dynamic_shapes),
                     strict=False,
                     prefer_deferred_runtime_asserts_over_guards=True,
                 )
@@ -84,6 +85,22 @@ def export_total(
         raise UntraceableError(f"{type(error).__name__}: {text[0] if text else ''}") from error
     audit.check()
     return program
+
+
+def call_arguments(block: nn.Module, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of a call: by position wherever the forward allows (a decorated forward may know other names)."""
+    named = _keyword_only(block)
+    return tuple(v for n, v in values.items() if n not in named), {n: v for n, v in values.items() if n in named}
+
+
+def call_shapes(block: nn.Module, shapes: dict[str, Any]) -> Any:
+    """The dynamic shapes of `call_arguments`, as torch.export wants them."""
+    return shapes if _keyword_only(block) & set(shapes) else tuple(shapes.values())
+
+
+def _keyword_only(block: nn.Module) -> set[str]:
+    parameters = inspect.signature(type(block).forward).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def _with_many_rows(value: Any, dims: Any) -> Any:

@@ -224,6 +224,9 @@ def _rewrite(
             "its forward was replaced on the instance (hooks of accelerate, or a patch), so what the class computes is not what it does"
         )
         return LayerRecord(candidate.name, False, reason=reason)
+    inner = [m for m in candidate.module.modules() if m is not candidate.module]
+    if swap.foreign_hooks([hooks for m in inner for hooks in (m._forward_hooks, m._forward_pre_hooks)]):
+        return LayerRecord(candidate.name, False, reason="a submodule has forward hooks, which its rewritten form would not call")
     traced, candidate = _trace_once(candidate, options, example, traces)
     if isinstance(traced, LayerRecord):
         return traced

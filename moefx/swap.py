@@ -155,7 +155,7 @@ class BlockForward:
             and (any(t.requires_grad for t in inputs) or any(r().requires_grad for r in self.all_refs()))
         ):
             return "gradients are on and moefx has no backward (use torch.no_grad() or torch.inference_mode())"
-        if any(self.hooks):
+        if any(self.hooks) and foreign_hooks(self.hooks):
             return "a submodule has forward hooks, which its rewritten form would not call"
         return "router logits are collected" if router_logits_wanted() else None
 
@@ -169,6 +169,11 @@ class BlockForward:
             warnings.warn(f"moefx: {type(self.block).__name__} ran as it was: {reason}", stacklevel=3)
         self.calls_left_alone[reason] = self.calls_left_alone.get(reason, 0) + 1
         return type(self.block).forward(self.block, *args, **kwargs)
+
+
+def foreign_hooks(hooks: Sequence[Mapping[int, Any]]) -> bool:
+    """Whether a hook is there that a rewritten block would not call. Those transformers leaves on a router only record, when asked."""
+    return any(getattr(h, "__module__", "") != "transformers.utils.output_capturing" for found in hooks for h in found.values())
 
 
 def swapped(model: nn.Module) -> list[tuple[str, BlockForward]]:

@@ -157,3 +157,48 @@ def test_example_inputs_reach_blocks_that_cannot_be_guessed() -> None:
     assert moefx.report(result).layers[0]["rewritten"], moefx.report(result).layers[0]["reason"]
     with torch.no_grad():
         torch.testing.assert_close(result(x[:, :3], scale[:, :3]), model(x[:, :3], scale[:, :3]), atol=2e-5, rtol=0)
+
+
+def test_keyword_only_arguments() -> None:
+    class Keyword(blocks.Loop):
+        def forward(self, hidden: torch.Tensor, *, scale: float = 2.0) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(hidden) * scale
+
+    model = Keyword().eval()
+    result = moefx.optimize(model)
+    assert moefx.report(result).layers[0]["rewritten"], moefx.report(result).layers[0]["reason"]
+    same(result, model)
+    x = torch.randn(1, 3, blocks.H)
+    with torch.no_grad(), pytest.warns(UserWarning, match="'scale' differs"):
+        torch.testing.assert_close(result(x, scale=3.0), model(x, scale=3.0), atol=2e-5, rtol=0)
+
+
+def test_hooks_that_transformers_leaves_on_a_router_do_not_switch_the_rewrite_off() -> None:
+    pytest.importorskip("transformers")
+    from tiny_models import build
+
+    result = moefx.optimize(build("qwen2_moe"))
+    ids = torch.randint(0, 256, (2, 5))
+    with torch.no_grad():
+        result(ids, output_hidden_states=True, output_router_logits=True)
+    before = [dict(f.calls_left_alone) for _, f in swapped(result)]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        result(ids)
+    assert [f.calls_left_alone for _, f in swapped(result)] == before
+
+
+def test_hooks_on_submodules_are_called(block: nn.Module) -> None:
+    """Set after optimize: the block runs as it was, with a warning. Set before: it is left alone, with a reason."""
+    result = moefx.optimize(block)
+    seen = []
+    handle = result.router.register_forward_hook(lambda *_: seen.append(1))
+    with pytest.warns(UserWarning, match="hooks"):
+        same(result, result)
+    assert seen
+    layer = moefx.report(moefx.optimize(copy.deepcopy(block))).layers[0]
+    assert layer["rewritten"]
+    handle.remove()
+    block.router.register_forward_hook(lambda *_: None)
+    layer = moefx.report(moefx.optimize(block)).layers[0]
+    assert not layer["rewritten"] and "hooks" in layer["reason"]
