@@ -21,8 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 
 from moefx._compat import quiet_export_logs
-
-aten = torch.ops.aten
+from moefx.graph import aten, is_call, line_of, same_size, shape
 
 _OPEN_UP = (
     aten.einsum.default,
@@ -187,6 +186,16 @@ def _check_any_size(program: ExportedProgram) -> None:
             raise SizeBranchError(
                 f"the block takes another way outside {bounds.lower}..{bounds.upper} tokens ({symbol}), and a trace holds only one"
             )
+    for node in program.graph.nodes:
+        if is_call(node, {aten.slice.Tensor}) and _assumes_length(node):
+            raise SizeBranchError(f"a slice keeps a fixed number of rows, and the trace took another number for granted ({line_of(node)})")
+
+
+def _assumes_length(node: Any) -> bool:
+    """A slice with a constant end of a dim of any size, whose result the trace takes to be that dim itself or the constant."""
+    source, dim, _, end = (*node.args, 0, None, None)[:4] if len(node.args) == 1 else (*node.args, None, None)[:4]
+    size, kept = (shape(source) or ())[dim], (shape(node) or ())[dim]
+    return isinstance(end, int) and end < 2**62 and not isinstance(size, int) and (isinstance(kept, int) or same_size(size, kept))
 
 
 def _to_attribute(module: fx.GraphModule, node: fx.Node, constant: torch.Tensor, attributes: dict[str, Any]) -> None:

@@ -70,6 +70,8 @@ def optimize(
     records = [_guarded(result, c, options, ranks, examples.get(c.name), verify, traces) for c in candidates]
     left = [r for r in records if not r.rewritten]
     if strict and (left or not records):
+        for _, forward in swap.swapped(result) if inplace else ():
+            forward.block.__dict__.pop("forward", None)
         text = "; ".join(f"{r.name or type(model).__name__}: {r.reason}" for r in left) or "no mixture-of-experts layer was found"
         raise NotRewrittenError(f"strict=True and not every layer was rewritten: {text}")
     skipped = [] if records else [{"name": type(model).__name__, "reason": "no mixture-of-experts layer was found"}]

@@ -19,7 +19,11 @@ _TORCH_STATE = frozenset(vars(nn.Module()))
 
 def signature(block: nn.Module) -> Hashable:
     """Equal for two blocks only if a trace of one holds for the other on the other's tensors."""
-    return tuple((name, type(module), module.training, _tensors(module), _attributes(module)) for name, module in block.named_modules())
+    first: dict[int, int] = {}
+    named = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
+    ties = tuple(first.setdefault(id(t), i) for i, (_, t) in enumerate(named))
+    modules = tuple((name, type(module), module.training, _tensors(module), _attributes(module)) for name, module in block.named_modules())
+    return modules, ties
 
 
 def _tensors(module: nn.Module) -> Hashable:
@@ -39,7 +43,8 @@ def _plain(value: Any) -> Hashable:
     if isinstance(value, dict):
         return (dict, tuple((_plain(k), _plain(v)) for k, v in value.items()))
     if isinstance(value, types.FunctionType) and value.__closure__ is None:
-        return (value.__module__, value.__qualname__, value.__defaults__ if _hashable(value.__defaults__) else id(value))
+        defaults = value.__defaults__ if _hashable(value.__defaults__) else id(value)
+        return (id(value.__code__), id(value.__globals__), id(value.__kwdefaults__), defaults)
     return (type(value), id(value))
 
 

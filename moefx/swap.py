@@ -10,11 +10,13 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from moefx._compat import router_logits_wanted
@@ -56,15 +58,26 @@ class Pack:
         self.sources = list(sources)
         self._key: tuple[Any, ...] | None = None
         self._packed: tuple[torch.Tensor, ...] = ()
+        self._seen: list[weakref.ref[torch.Tensor]] = []
+        self._storages: list[StorageWeakRef] = []
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
         tensors = [s() for s in self.sources]
-        key = tuple([(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors])
-        if key != self._key:
+        if any(t.is_inference() for t in tensors):  # torch counts no versions of these: a kept pack could be stale
+            with torch.no_grad():
+                return self.function(*tensors)
+        key = tuple([(t.data_ptr(), t.untyped_storage()._cdata, t._version) for t in tensors])
+        if key != self._key or self._replaced(tensors):
             with torch.no_grad():
                 self._packed = self.function(*tensors)
             self._key = key
+            self._seen = [weakref.ref(t) for t in tensors]
+            self._storages = [StorageWeakRef(t.untyped_storage()) for t in tensors]
         return self._packed
+
+    def _replaced(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a tensor or its storage is another one at an address that was freed."""
+        return any(ref() is not t for ref, t in zip(self._seen, tensors, strict=True)) or any(s.expired() for s in self._storages)
 
     def invalidate(self) -> None:
         self._key, self._packed = None, ()
@@ -76,7 +89,7 @@ class Pack:
         return sum(fresh.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_key": None, "_packed": ()}
+        return {**self.__dict__, "_key": None, "_packed": (), "_seen": [], "_storages": []}
 
 
 class BlockForward:
@@ -108,12 +121,13 @@ class BlockForward:
         self.calls_left_alone: dict[str, int] = {}
         inner = [m for m in block.modules() if m is not block]
         self.hooks: list[Any] = [hooks for m in inner for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.parts = [(m, name, child) for m in block.modules() for name, child in m._modules.items() if child is not None]
         self.__signature__ = inspect.signature(type(block).forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         values = self._bind(args, kwargs)
         inputs = [values[n] for n in self.names if n in self.kinds] if values is not None else []
-        reason = "extra arguments" if values is None else self._uncovered(values, inputs)
+        reason = "other arguments" if values is None else self._uncovered(values, inputs)
         if reason is not None:
             return self._as_it_was(reason, args, kwargs)
         weights = [ref() for ref in self.refs]
@@ -130,11 +144,11 @@ class BlockForward:
         values = dict(self.constants)
         values.update(zip(self.names, args, strict=False))
         values.update(kwargs)
-        return values
+        return values if all(n in values for n in self.kinds) else None
 
     def _uncovered(self, values: dict[str, Any], inputs: list[Any]) -> str | None:
         for name, constant in self.constants.items():
-            if values[name] is not constant and values[name] != constant:
+            if values[name] is not constant and (isinstance(values[name], torch.Tensor) or values[name] != constant):
                 return f"argument {name!r} differs from the traced one"
         device = self.refs[0]().device if self.refs else None
         for name, tensor in zip((n for n in self.names if n in self.kinds), inputs, strict=True):
@@ -155,6 +169,12 @@ class BlockForward:
             and (any(t.requires_grad for t in inputs) or any(r().requires_grad for r in self.all_refs()))
         ):
             return "gradients are on and moefx has no backward (use torch.no_grad() or torch.inference_mode())"
+        if self.block.training:
+            return "the block is in training mode"
+        if torch.is_autocast_enabled(device.type if device is not None else "cpu"):
+            return "autocast is on"
+        if any(m._modules.get(name) is not child or "forward" in child.__dict__ for m, name, child in self.parts):
+            return "a submodule was replaced or its forward patched"
         if any(self.hooks) and foreign_hooks(self.hooks):
             return "a submodule has forward hooks, which its rewritten form would not call"
         return "router logits are collected" if router_logits_wanted() else None

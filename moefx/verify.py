@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from moefx.graph import CASTS, aten, extract, getitem_source, is_call, numel, shape, through_views
+from moefx.graph import CASTS, VIEWS, aten, extract, getitem_source, is_call, numel, shape, through_views
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest allowed error of a token's output row, relative to the row's largest value (or the batch's mean row, if that is larger)."""
@@ -96,9 +96,13 @@ def region_differs(graph: fx.Graph, cut: Any, new: fx.Node, layer: Any, tensors:
         new_module, new_names = extract(graph, inputs, new)
     except ValueError as error:
         return str(error)
-    old_weights = [tensors(n.meta["weight"]) for n in old_names]
-    new_weights = [tensors(n.meta["weight"]) for n in new_names]
     generator = torch.Generator().manual_seed(0)
+    old_weights = _telling([tensors(n.meta["weight"]) for n in old_names], generator)
+    by_name = {n.meta["weight"]: w for n, w in zip(old_names, old_weights, strict=True)}
+    left_out = [name for name in by_name.keys() - {n.meta["weight"] for n in new_names} if by_name[name].is_floating_point()]
+    if left_out:
+        return f"the region also reads {sorted(left_out)[0]}, which the canonical form does not"
+    new_weights = [by_name[n.meta["weight"]] if n.meta["weight"] in by_name else tensors(n.meta["weight"]) for n in new_names]
     device = old_weights[0].device
     first = max(new_weights, key=torch.Tensor.numel)
     for ids in routings(layer.experts, layer.top_k, generator, _tokens(cut, first)):
@@ -113,7 +117,7 @@ def region_differs(graph: fx.Graph, cut: Any, new: fx.Node, layer: Any, tensors:
         with torch.no_grad():
             try:
                 want = old_module(*arguments, *old_weights)
-            except RuntimeError as failure:
+            except (RuntimeError, IndexError) as failure:
                 if ids.shape[0] == 0:
                     continue
                 return f"the traced region failed on {ids.shape[0]} tokens: {str(failure).splitlines()[0]}"
@@ -124,6 +128,31 @@ def region_differs(graph: fx.Graph, cut: Any, new: fx.Node, layer: Any, tensors:
     return None
 
 
+def _telling(weights: list[torch.Tensor], generator: torch.Generator) -> list[torch.Tensor]:
+    """The weights, random ones in the place of those that hide a difference: constant (zeros, ones), or equal for two experts.
+
+    What holds for today's values only (fresh, upcycled or not yet loaded experts) must not be proved by them.
+    """
+    kept: list[torch.Tensor] = []
+    seen: list[torch.Tensor] = []
+    for weight in weights:
+        if not weight.is_floating_point() or weight.numel() == 0:
+            kept.append(weight)
+            continue
+        rows = weight.detach().flatten(1) if weight.dim() > 1 else weight.detach().reshape(1, -1)
+        rows = rows[:, :: max(1, rows.shape[1] // 64)][:4096].float()
+        alike = any(s.shape == rows.shape and torch.equal(s, rows) for s in seen)
+        seen.append(rows)
+        twins = rows.shape[0] > 1 and weight.dim() == 3 and rows.unique(dim=0).shape[0] < rows.shape[0]
+        if alike or twins or bool((rows == rows[0, 0]).all()):
+            spread = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.5
+            new = torch.randn(weight.shape, generator=generator) * spread
+            kept.append(new.to(device=weight.device, dtype=weight.dtype))
+        else:
+            kept.append(weight)
+    return kept
+
+
 def _tokens(cut: Any, largest: torch.Tensor) -> Tokens:
     total = numel((shape(cut.x) or ())[:-1])
     many = 1100 if largest.numel() < 50_000_000 else 300
@@ -132,10 +161,24 @@ def _tokens(cut: Any, largest: torch.Tensor) -> Tokens:
     return Tokens(None, int(total.node.expr.as_coeff_Mul()[0]), _from_top_k(cut.ids), many)
 
 
-def _from_top_k(ids: fx.Node) -> bool:
+_KEEP_TOKENS = CASTS | {aten.squeeze.dim, aten.unsqueeze.default, aten.clone.default, aten.detach.default, aten.slice.Tensor}
+
+
+def _from_top_k(ids: Any) -> bool:
     """Whether the ids are positions of a top-k (or sort) along their own dim: then no expert comes twice in a token."""
-    source = getitem_source(through_views(ids, CASTS))
-    return source is not None and source[1] == 1 and is_call(source[0], {aten.topk.default, aten.sort.default})
+    while is_call(ids, _KEEP_TOKENS) or is_call(ids, VIEWS) and _last(ids) == _last(ids.args[0]):
+        ids = ids.args[0]
+    source = getitem_source(ids)
+    if source is None or source[1] != 1 or not is_call(source[0], {aten.topk.default, aten.sort.default}):
+        return False
+    call: Any = source[0]
+    at = 2 if is_call(call, {aten.topk.default}) else 1
+    dim = call.args[at] if len(call.args) > at else call.kwargs.get("dim", -1)
+    return dim in (-1, len(shape(call.args[0]) or ()) - 1)
+
+
+def _last(node: fx.Node) -> Any:
+    return (shape(node) or ())[-1:]
 
 
 _KEEP_SIGN = CASTS | {
@@ -246,7 +289,7 @@ def _like_example(example: torch.Tensor, lead: tuple[int, ...], tokens: int, sam
     count = next((n for n in range(len(lead), 0, -1) if tuple(example.shape[:n]) == lead[:n]), 0)
     sizes = (*[1] * (count - 1), tokens, *example.shape[count:]) if count else tuple(example.shape)
     if example.dtype == torch.bool:
-        return torch.ones(sizes, dtype=torch.bool, device=example.device)
+        return (torch.rand(sizes, generator=generator) < 0.7).to(example.device)
     if not example.is_floating_point():
         high = int(example.max()) + 1 if example.numel() else 1
         return torch.randint(0, high, sizes, generator=generator).to(example)

@@ -15,7 +15,7 @@ from torch import fx
 
 from moefx import ops
 from moefx.activation.spec import Activation
-from moefx.graph import aten, dtype, insert, shape
+from moefx.graph import CASTS, aten, dtype, getitem_source, insert, is_call, shape, through_views
 from moefx.passes.raise_experts import Raised
 from moefx.passes.raise_shared_expert import RaisedShared
 
@@ -27,6 +27,7 @@ def run(graph: fx.Graph, routed: Raised, shared: RaisedShared) -> fx.Node:
     x, ids, weights, w13, b13, w2, b2, code = routed.node.args
     _, gate, s13, sb13, s2, sb2, shared_code = shared.node.args
     with graph.inserting_before(join):
+        ids = _no_slot(graph, ids, routed.experts, like)
         slot_ids = [insert(graph, aten.full_like.default, (_column(graph, ids, like), routed.experts + j), like) for j in range(slots)]
         slot_weight = _slot_weight(graph, gate, weights, like)
         new_ids = insert(graph, aten.cat.default, ([ids, *slot_ids], 1), like)
@@ -52,6 +53,19 @@ def run(graph: fx.Graph, routed: Raised, shared: RaisedShared) -> fx.Node:
     graph.eliminate_dead_code()
     graph.lint()
     return node
+
+
+def _no_slot(graph: fx.Graph, ids: Any, experts: int, like: fx.Node) -> fx.Node:
+    """Ids from E on, which a model uses for "no expert", must not become the slot's; positions of a top-k over E scores can't be that."""
+    source = getitem_source(through_views(ids, CASTS))
+    if (
+        source is not None
+        and source[1] == 1
+        and is_call(source[0], {aten.topk.default})
+        and (shape(source[0].args[0]) or (0,))[-1] == experts
+    ):
+        return ids
+    return insert(graph, aten.masked_fill.Scalar, (ids, insert(graph, aten.ge.Scalar, (ids, experts), like), -1), like)
 
 
 def _replay_views(graph: fx.Graph, end: Any, start: fx.Node, new: fx.Node, like: fx.Node) -> fx.Node:

@@ -40,6 +40,7 @@ from moefx.graph import (
 )
 from moefx.instance import Instance, find_instances, first_weight, is_float, second_weight, turns
 from moefx.motif import Gemm, Motif, find_gemms, find_motifs
+from moefx.unseen import unseen
 
 _GATHERS = frozenset(
     {
@@ -54,9 +55,6 @@ _GATHERS = frozenset(
     }
 )
 _SPLITS = frozenset({aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.indices})
-
-
-_COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne", "greater", "less", "threshold", "clamp", "clamp_min", "clamp_max")
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def _raise(graph: fx.Graph, instance: Instance, trial: Trial) -> Raised | str:
                 differs = differs or str(error).splitlines()[0]
                 continue
         new = _like(graph, candidate.node, cut.output)
-        found = _compares_values(cut, instance) or trial(graph, cut, new, candidate)
+        found = _unseen(cut, instance) or trial(graph, cut, new, candidate)
         differs = found or differs
         if found is None:
             _replace(cut.output, new)
@@ -145,22 +143,11 @@ def _raise(graph: fx.Graph, instance: Instance, trial: Trial) -> Raised | str:
     return f"{where}: no (x, ids, weights) with ids and weights of shape [T, K] separates them from the router"
 
 
-def _compares_values(cut: Cut, instance: Instance) -> str | None:
-    """A comparison of floating values with anything but zero between cut and output: a threshold that no trial can rule out."""
-    inside = ancestors([cut.output], stop={cut.x, cut.ids, cut.weights})
+def _unseen(cut: Cut, instance: Instance) -> str | None:
+    inner: set[fx.Node] = set()
     for motif in instance.motifs:
-        inside -= ancestors([motif.region], stop={g.output for g in motif.first})
-    for node in inside:
-        name = getattr(node.target, "__name__", "").split(".")[0]
-        if (
-            node.op == "call_function"
-            and name in _COMPARISONS
-            and isinstance(node.args[0], fx.Node)
-            and is_float(node.args[0])
-            and node.args[1] != 0
-        ):
-            return f"{name} compares floating values inside ({line_of(node)})"
-    return None
+        inner |= ancestors([motif.region], stop={g.output for g in motif.first})
+    return unseen(cut.x, cut.ids, cut.weights, cut.output, inner, (m.second.output for m in instance.motifs))
 
 
 def _replace(old: fx.Node, new: fx.Node) -> None:
@@ -255,6 +242,8 @@ def _per_token(node: fx.Node, total: object) -> bool:
     sizes = shape(node)
     if not sizes:
         return False
+    if len(sizes) == 2 and isinstance(sizes[0], int) and not isinstance(sizes[-1], int):
+        return False  # [1, T] or [K, T]: a row of a one-hot table
     if len(sizes) == 1 or not isinstance(sizes[-1], int):
         return len(sizes) <= 2 and same_size(numel(sizes), total)
     return sizes[-1] <= 64 and same_size(numel(sizes[:-1]), total)
