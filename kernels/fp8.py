@@ -16,13 +16,14 @@ AMAX_FLOOR = 1e-10
 E4M3 = torch.float8_e4m3fn
 
 
-def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[.., N, K] -> (e4m3 [.., N, K], fp32 scales [.., ceil(N/128), ceil(K/128)])."""
+def quantize_blocks(weight: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """[.., N, K] -> (e4m3 [.., N, K], fp32 scales [.., ceil(N/128), ceil(K/128)], powers of two with `ue8m0`)."""
     *lead, n, k = weight.shape
     rows, columns = -(-n // BLOCK), -(-k // BLOCK)
     padded = F.pad(weight.float(), (0, columns * BLOCK - k, 0, rows * BLOCK - n))
     blocks = padded.view(*lead, rows, BLOCK, columns, BLOCK)
     scales = blocks.abs().amax((-3, -1)).clamp_min(AMAX_FLOOR) / E4M3_MAX
+    scales = round_up_to_power_of_two(scales) if ue8m0 else scales
     quantized = (blocks / scales[..., :, None, :, None]).to(E4M3).view(*lead, rows * BLOCK, columns * BLOCK)
     return quantized[..., :n, :k].contiguous(), scales
 

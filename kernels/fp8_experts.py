@@ -13,15 +13,22 @@ from moefx.kernels import fp8
 from moefx.kernels.base import Packed
 
 
-def pack(w13: torch.Tensor, b13: torch.Tensor | None, w2: torch.Tensor, b2: torch.Tensor | None, activation: str) -> Packed:
+def pack(
+    w13: torch.Tensor, b13: torch.Tensor | None, w2: torch.Tensor, b2: torch.Tensor | None, activation: str, ue8m0: bool = False
+) -> Packed:
     """(q13, s13, b13, q2, s2, b2): e4m3 weights with block scales, gate rows in front of up rows."""
-    act = Activation.decode(activation)
-    if act.gated:
-        w13 = torch.cat(_halves(w13, act.columns), 1)
-        b13 = torch.cat(_halves(b13, act.columns), 1) if b13 is not None else None
-    q13, s13 = fp8.quantize_blocks(w13)
-    q2, s2 = fp8.quantize_blocks(w2)
+    w13, b13 = gate_first(w13, b13, activation)
+    q13, s13 = fp8.quantize_blocks(w13, ue8m0)
+    q2, s2 = fp8.quantize_blocks(w2, ue8m0)
     return q13, s13, b13, q2, s2, b2
+
+
+def gate_first(w13: torch.Tensor, b13: torch.Tensor | None, activation: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows and bias of gate_up with the gate's in front, contiguous; ungated ones as they are."""
+    act = Activation.decode(activation)
+    if not act.gated:
+        return w13, b13
+    return torch.cat(_halves(w13, act.columns), 1), torch.cat(_halves(b13, act.columns), 1) if b13 is not None else None
 
 
 def _halves(rows: torch.Tensor, columns: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,14 +52,14 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
     return x.dtype if x.dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
-def reference(act_quant: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., torch.Tensor]:
+def reference(act_quant: Callable[..., tuple[torch.Tensor, torch.Tensor]], ue8m0: bool = False) -> Callable[..., torch.Tensor]:
     """The experts op over packed weights, one (token, k) pair at a time's worth of rows: no sorting, no layout."""
 
     def run(x, ids, weights, q13, s13, b13, q2, s2, b2, activation, first=0):
         tokens, top_k = ids.shape
         act, dtype = packed_activation(activation, product_dtype(x)), product_dtype(x)
         out = torch.zeros(tokens, q2.shape[1])
-        qx = fp8.dequantize_groups(*fp8.quantize_groups(x))
+        qx = fp8.dequantize_groups(*fp8.quantize_groups(x, ue8m0))
         for k in range(top_k):
             for e in range(q13.shape[0]):
                 mine = ids[:, k] == e + first

@@ -56,4 +56,6 @@ KERNEL = Kernel(
     op=ops.define(f"experts_fp8_fallback{SCHEMA}", _experts, _fake),
     reference=fp8_experts.reference(act_quant),
     lossy=True,
+    weight_bytes=1,
+    row_bytes=14,
 )

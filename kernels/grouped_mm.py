@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from moefx import ops
 from moefx.activation.spec import Activation
-from moefx.contract import Contract, Predicate
+from moefx.contract import Contract, Pad, Predicate
 from moefx.kernels.base import Kernel, as_given
 from moefx.kernels.cpu import experts_bf16
 
@@ -99,6 +99,7 @@ KERNEL = Kernel(
         ),
         precisions=("preserve", "fp8", "fp8_weight_only", "int8"),
         targets=("cpu", "sm90", "sm100", "gfx942", "gfx950"),
+        pads=(Pad("D", 8), Pad("H", 8)),
     ),
     pack=as_given,
     op=ops.define(_SCHEMA, _on_cpu, _fake, device="CPU"),

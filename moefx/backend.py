@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from moefx.decision import decide
-from moefx.graph import aten, is_weight
+from moefx.graph import aten, is_weight, shape
 from moefx.kernels import registry as _kernels  # noqa: F401  a cached graph calls their ops
 from moefx.options import A2A, PRECISIONS, TARGETS, Options, check_choice, check_ep_size, resolve_a2a
 from moefx.reports import LayerRecord
@@ -145,7 +145,9 @@ def _rewrite_region(graph: fx.Graph, name: str, nodes: list[fx.Node], options: O
         return LayerRecord(name, False, form="opaque", reason="; ".join(reasons) or f"{len(raised)} groups of routed experts in one block")
     shared = raise_shared_expert.run(small, raised[0])
     layer = replace(layer_of(name, raised[0], shared), shared_why_unfused=_UNPACKED)
-    decision = decide(layer, options)
+    rows = (shape(raised[0].x) or (None,))[0]
+    options = replace(options, disable=(*options.disable, "pad_experts"), tokens=rows if isinstance(rows, int) else None)
+    decision = decide(layer, options, guards=False)
     record = LayerRecord(
         name, False, raised[0].form, decision.reason, layer, decision, rounding=raised[0].rounding, opaque_reason=raised[0].opaque_reason
     )

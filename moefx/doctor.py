@@ -25,6 +25,7 @@ def examine() -> dict[str, Any]:
     }
     for package in ("triton", "deep_gemm", "transformers", "safetensors"):
         found[package] = _version(package)
+    found["deep_gemm"] += _deep_gemm(found["deep_gemm"])
     found["torch.distributed"] = _distributed()
     found["kernels"] = _kernels(found)
     return found
@@ -70,6 +71,15 @@ def _version(package: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "installed, version unknown"
+
+
+def _deep_gemm(version: str) -> str:
+    if version == "not installed":
+        return ""
+    from moefx.kernels.deep_gemm import library
+
+    why = library.load()[1]
+    return f", not usable here: {why}" if why else ""
 
 
 def _distributed() -> str:

@@ -9,3 +9,7 @@ class MoefxError(RuntimeError):
 
 class NotRewrittenError(MoefxError):
     """`strict=True` and a layer that looks like MoE was left alone."""
+
+
+class ValueCheckError(MoefxError):
+    """A condition on values that a kernel's contract names does not hold (checked with MOEFX_CHECK_VALUES=1)."""

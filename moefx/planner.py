@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moefx import hf_config
+from moefx import checkpoint, hf_config
 from moefx.decision import decide
 from moefx.layer import Layer
 from moefx.models import BUILT_IN
@@ -40,7 +40,10 @@ def plan(
     options = Options(ep_size, resolve_a2a(a2a, ep_size, False), precision, target or "cpu", tuple(disable), tokens=tokens)
     if isinstance(model_or_config, (str, Path)):
         name, config = _named(model_or_config)
-        return _from_layers(name, hf_config.layers(config), options)
+        layers = hf_config.layers(config)
+        if Path(name).is_dir():
+            layers = checkpoint.refine(layers, checkpoint.headers(Path(name)))
+        return _from_layers(name, layers, options)
     if isinstance(model_or_config, dict):
         return _from_layers(str(model_or_config.get("model_type", "config")), hf_config.layers(model_or_config), options)
     if hasattr(model_or_config, "named_modules"):

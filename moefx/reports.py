@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 import moefx
-from moefx.decision import Decision
+from moefx.decision import Decision, expert_bytes
 from moefx.layer import Layer
 from moefx.options import Options
 
@@ -62,11 +62,14 @@ class LayerRecord:
             "placement": decision.placement if decision and shared else None,
             "reason": decision.placement_reason if decision and shared else None,
         }
+        if decision and decision.shared_slot is not None:
+            found["shared_expert"]["predicates"] = decision.shared_slot.to_json()["predicates"]
         found |= {
             "check": self.check,
             "seconds": round(self.seconds, 3),
             "packed_bytes": self.packed_bytes,
             "count": layer.count,
+            "expert_bytes_per_rank": expert_bytes(layer, decision) * layer.count if decision else None,
             "dtype": layer.dtype,
         }
         if decision and decision.warnings:
@@ -127,12 +130,12 @@ def _table(report: Report) -> Any:
         title=f"moefx: {report.title or 'model'} | target {o.target}, ep_size {o.ep_size}, a2a {o.a2a}, precision {o.precision}",
         title_justify="left",
     )
-    for column in ("layers", "form", "E", "D", "H", "K", "activation", "kernel", "shared expert", "check"):
+    for column in ("layers", "form", "E", "D", "H", "K", "activation", "kernel", "shared expert", "GiB a rank", "check"):
         table.add_column(column)
     for count, record in _folded(report.records):
         j = record.to_json()
         if record.layer is None or not record.rewritten and record.decision is None:
-            table.add_row(str(count), record.form or "-", "", "", "", "", "", "left alone", "", "")
+            table.add_row(str(count), record.form or "-", "", "", "", "", "", "left alone", "", "", "")
             continue
         layer = record.layer
         table.add_row(
@@ -145,6 +148,7 @@ def _table(report: Report) -> Any:
             _activation(record),
             (j["experts"]["kernel"] or "-") if record.rewritten else "left alone",
             _shared(j),
+            _gib(j, count),
             _check(record),
         )
     return table
@@ -174,6 +178,11 @@ def _shared(j: dict[str, Any]) -> str:
     if not s["present"]:
         return "none"
     return f"{s['placement']}{', sigmoid gate' if s['gate'] else ''}"
+
+
+def _gib(j: dict[str, Any], count: int) -> str:
+    held = j.get("expert_bytes_per_rank")
+    return f"{held / j['count'] * count / 2**30:.3g}" if held else ""
 
 
 def _check(record: LayerRecord) -> str:

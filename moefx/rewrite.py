@@ -22,6 +22,7 @@ from moefx.passes import (
     localize_weights,
     lower_experts,
     normalize,
+    pad_experts,
     raise_experts,
     raise_shared_expert,
     shard_experts,
@@ -31,7 +32,7 @@ from moefx.passes.raise_shared_expert import RaisedShared
 from moefx.reports import LayerRecord
 from moefx.verify import region_differs
 
-DISABLABLE = ("normalize", "raise_experts", "raise_shared_expert", "fuse_shared_expert")
+DISABLABLE = ("normalize", "raise_experts", "raise_shared_expert", "fuse_shared_expert", "pad_experts")
 """Passes that may be left out; the others carry out what was decided."""
 
 
@@ -152,7 +153,9 @@ def lower(traced: Traced, decision: Decision, options: Options, ranks: Ranks | N
         assert decision.kernel is not None
         if ranks is not None:
             local = localize_weights.run(graph, before)
-        lower_experts.run(graph, nodes, decision.kernel, reference)
+        if decision.pad:
+            nodes = pad_experts.run(graph, nodes, decision.pad)
+        lower_experts.run(graph, nodes, decision.kernel, reference, decision.guard, decision.otherwise)
     hoisted = hoist_weights.run(graph)
     for unused in [n for n in graph.nodes if is_weight(n) and not n.users]:
         graph.erase_node(unused)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
@@ -18,7 +17,7 @@ _SHAPES_ONLY = frozenset(
 )
 
 
-def unseen(x: fx.Node, ids: fx.Node, weights: fx.Node, output: fx.Node, inner: set[fx.Node], products: Iterable[fx.Node]) -> str | None:
+def unseen(x: fx.Node, ids: fx.Node, weights: fx.Node, output: fx.Node, inner: set[fx.Node], products: set[fx.Node]) -> str | None:
     """What lies between the cut (x, ids, weights) and `output` that no trial can rule out; None when nothing does.
 
     `inner` are the nodes of the expert MLPs, `products` the results of their second GEMM.

@@ -2,30 +2,45 @@
 
 experts(x, ids, weights, w13, b13, w2, b2; swiglu, first)
     ->  %p = kernel.pack(w13, b13, w2, b2; swiglu), kernel.op(x, ids, weights, *%p; swiglu, first)
+    ->  %p, %q = packs of both kernels, guarded("T <= 64", kernel, otherwise, x, ids, weights, [*%p, *%q]; swiglu, first)
 """
 
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from torch import fx
 
 from moefx.graph import insert
-from moefx.kernels.base import Kernel
+from moefx.kernels.base import Kernel, guarded
 
 
-def run(graph: fx.Graph, nodes: list[fx.Node], kernel: Kernel, reference: bool = False) -> None:
-    """Rewrite `graph` in place; `reference` takes the kernel's plain-PyTorch reference for its op (to check the kernel against)."""
+def run(
+    graph: fx.Graph, nodes: list[fx.Node], kernel: Kernel, reference: bool = False, guard: str = "", otherwise: Kernel | None = None
+) -> None:
+    """Rewrite `graph` in place; `reference` takes the kernel's plain-PyTorch reference for its op (to check the kernel against).
+
+    With a `guard` on T, both kernels are packed and the guard chooses at run time.
+    """
     for node in nodes:
         x, ids, weights, w13, b13, w2, b2, activation = node.args[:8]
         first = node.args[8] if len(node.args) > 8 else 0
         with graph.inserting_before(node):
-            pack = insert(graph, kernel.pack, (w13, b13, w2, b2, activation), node)
-            values = pack.meta["val"]
-            parts = [insert(graph, operator.getitem, (pack, i), node) if v is not None else None for i, v in enumerate(values)]
-            new = graph.call_function(kernel.reference if reference else kernel.op, (x, ids, weights, *parts, activation, first))
+            parts = _packed(graph, kernel, (w13, b13, w2, b2, activation), node)
+            if guard and otherwise is not None and not reference:
+                more = _packed(graph, otherwise, (w13, b13, w2, b2, activation), node)
+                head = (guard, kernel.name, otherwise.name, len(parts))
+                new = graph.call_function(guarded, (*head, x, ids, weights, [*parts, *more], activation, first))
+            else:
+                new = graph.call_function(kernel.reference if reference else kernel.op, (x, ids, weights, *parts, activation, first))
             new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     graph.eliminate_dead_code()
     graph.lint()
+
+
+def _packed(graph: fx.Graph, kernel: Kernel, weights: tuple[Any, ...], like: fx.Node) -> list[fx.Node | None]:
+    pack = insert(graph, kernel.pack, weights, like)
+    return [insert(graph, operator.getitem, (pack, i), like) if v is not None else None for i, v in enumerate(pack.meta["val"])]

@@ -147,7 +147,7 @@ def _unseen(cut: Cut, instance: Instance) -> str | None:
     inner: set[fx.Node] = set()
     for motif in instance.motifs:
         inner |= ancestors([motif.region], stop={g.output for g in motif.first})
-    return unseen(cut.x, cut.ids, cut.weights, cut.output, inner, (m.second.output for m in instance.motifs))
+    return unseen(cut.x, cut.ids, cut.weights, cut.output, inner, {m.second.output for m in instance.motifs})
 
 
 def _replace(old: fx.Node, new: fx.Node) -> None:

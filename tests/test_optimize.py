@@ -75,7 +75,7 @@ SHARED = [
     (blocks.GatedShared, {"ep_size": 2, "a2a": "none"}, "sigmoid", "fused", "1 slot"),
     (blocks.WideShared, {}, "sigmoid", "fused", "3 slots"),
     (blocks.WideShared, {"ep_size": 4}, "sigmoid", "fused", "3 slots"),
-    (blocks.ClampRoutedOnly, {}, "sigmoid", "unfused", "limit 0.5"),
+    (blocks.ClampRoutedOnly, {}, "sigmoid", "unfused", "limit = 0.5"),
     (blocks.ScaledAfter, {}, None, "unfused", "passes mul"),
     (blocks.GatedShared, {"disable": ("fuse_shared_expert",)}, "sigmoid", "unfused", "disabled"),
 ]

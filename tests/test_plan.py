@@ -45,7 +45,7 @@ def test_founding_case_one() -> None:
     assert candidate(found, "jit_ep")["status"] == "refuted"
     assert candidate(found, "jit_ep")["value_checks"] == ["sum(masked_m) <= N * K"]
     guard = predicate(found, "jit_ep", "D // 8 >= E")
-    assert guard == {"text": "D // 8 >= E", "values": {"D": 512, "E": 128}, "lhs": 64, "rhs": 128, "status": "refuted"}
+    assert guard.items() >= {"text": "D // 8 >= E", "values": {"D": 512, "E": 128}, "lhs": 64, "rhs": 128, "status": "refuted"}.items()
 
 
 @pytest.mark.parametrize(("ep_size", "placement", "status"), [(4, "unfused", "refuted"), (8, "fused", "proved")])
@@ -110,7 +110,8 @@ def test_every_kernel_is_a_candidate_somewhere_and_grouped_mm_is_the_last_resort
             for precision in ("preserve", "fp8", "int8"):
                 found = layer(name, target=target, precision=precision)
                 assert found["experts"]["kernel"] in {k.name for k in KERNELS}, (name, target)
-    assert layer("mixtral-8x7b", precision="fp8", target="sm90", disable=("fp8_fallback", "jit_ep"))["experts"]["kernel"] == "grouped_mm"
+    fp8 = [k.name for k in KERNELS if k.lossy]
+    assert layer("mixtral-8x7b", precision="fp8", target="sm90", disable=fp8)["experts"]["kernel"] == "grouped_mm"
     assert "own precision" in layer("mixtral-8x7b", precision="int8")["warnings"][0]
 
 
@@ -126,7 +127,7 @@ def test_fp8_checkpoint_makes_fp8_kernels_candidates(tmp_path: Path) -> None:
     config["quantization_config"]["modules_to_not_convert"] = ["mlp.shared_expert"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     shared = plan(tmp_path / "config.json", ep_size=8, target="sm90").layers[0]["shared_expert"]
-    assert shared["placement"] == "unfused" and "weight formats differ" in shared["reason"]
+    assert shared["placement"] == "unfused" and "shared_weight_format == weight_format fails" in shared["reason"]
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen2_moe", "mixtral", "deepseek_v3", "deepseek_v4", "glm4_moe", "gpt_oss", "olmoe"])
@@ -158,7 +159,6 @@ BAD = [
     (("mixtral-8x7b",), {"target": "x"}, ValueError, "target='x'"),
     (("mixtral-8x7b",), {"tokens": -1}, ValueError, "tokens=-1"),
     (({"model_type": "zork", "num_experts": 4, "hidden_size": 8},), {}, ValueError, "zork"),
-    (({"model_type": "mixtral", "num_local_experts": 4},), {}, ValueError, "hidden_size"),
 ]
 
 

@@ -10,7 +10,7 @@ import torch
 from moefx import ops
 from moefx.activation.spec import Activation
 from moefx.contract import Contract, Predicate
-from moefx.kernels import fp8, fp8_experts, fp8_fallback, masked
+from moefx.kernels import fp8, fp8_experts, fp8_fallback, masked, value_checks
 from moefx.kernels.base import Kernel
 from moefx.kernels.jit_ep.activation import act_quant, product
 
@@ -18,6 +18,9 @@ from moefx.kernels.jit_ep.activation import act_quant, product
 def _experts(x, ids, weights, q13, s13, b13, q2, s2, b2, activation, first=0):
     limit = Activation.decode(activation).limit
     at = masked.layout(ids, first, q13.shape[0])
+    if value_checks.ON:
+        total = int(at.masked_m.sum())
+        value_checks.require(total <= at.rows * ids.shape[1], "sum(masked_m) <= N * K", f"{total} rows, N = {at.rows}, K = {ids.shape[1]}")
     q, s = fp8.quantize_groups(x)
     spread = masked.scatter(q.view(torch.uint8), at, ids.shape[1]).view(fp8.E4M3)
     h = masked.gemm(spread, masked.scatter(s, at, ids.shape[1]), q13, s13, at.masked_m, torch.bfloat16)
@@ -60,4 +63,6 @@ KERNEL = Kernel(
     ),
     reference=fp8_experts.reference(_plain),
     lossy=True,
+    weight_bytes=1,
+    row_bytes=10,
 )

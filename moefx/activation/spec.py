@@ -50,6 +50,10 @@ class Activation:
     def gated(self) -> bool:
         return self.kind not in ("relu2", "silu")
 
+    def formula(self) -> str:
+        """The kind with its constants, without clamp and column order."""
+        return self.kind if (self.alpha, self.beta) == (1.0, 0.0) else f"{self.kind}(alpha={self.alpha:g}, beta={self.beta:g})"
+
     def to_json(self) -> dict[str, Any]:
         """The design's JSON object."""
         return asdict(self)
