@@ -85,7 +85,7 @@ def _print_matrix(reports: Sequence) -> None:
     table = Table(title=f"moefx: {reports[0].title}, precision {reports[0].options.precision}", title_justify="left")
     for column in ("target", "ep_size", "a2a", "E", "kernel", "shared expert", "why"):
         table.add_column(column)
-    for report in reports:
+    for report in {r.options: r for r in reports}.values():
         for record in report.records:
             j = record.to_json()
             shared = j["shared_expert"]
