@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.contract import Contract, Predicate, Range, evaluate
+from moefx.contract import Contract, Derived, Predicate, Range, evaluate
 
 
 def status(text: str, **facts: Any) -> str:
@@ -114,3 +114,50 @@ def test_a_hundred_thousand_assignments() -> None:
 
     check()
     assert total > 100_000
+
+
+def test_the_language_knows_min_max_and_align() -> None:
+    assert status("align(T, 128) % 4 == 0", T=Range(0)) == "proved"
+    assert status("N % 4 == 0", N=Derived("max(128, align(T, 128))"), T=Range(0)) == "proved"
+    assert status("N >= T", N=Derived("align(T, 128)"), T=Range(0)) in ("proved", "unknown")
+    assert status("min(T, 8) <= 8 <= max(T, 8)", T=Range(0)) == "proved"
+    found = evaluate(Predicate("N >= 128"), {"N": Derived("align(T, 64)"), "T": Range(0)})
+    assert (found.status, found.values) == ("refuted", {"N": 0, "T": 0})
+    with pytest.raises(ValueError, match="may be called"):
+        Predicate("max(D) > 1")
+
+
+def test_upper_bounds_of_ranges_are_used() -> None:
+    assert status("E <= 256", E=Range(1, 256)) == "proved"
+    assert status("T * K < 2147483648", T=Range(0, 1 << 20), K=8) == "proved"
+    assert status("T * K < 2147483648", T=Range(0, 1 << 30), K=8) == "refuted"
+
+
+def test_traced_sizes_are_asked_of_the_shape_env_without_a_guard() -> None:
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    env = ShapeEnv()
+    dynamic = env.create_symintnode(
+        env.create_symbol(37, ConstantSource("t"), dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None), hint=37, source=ConstantSource("t")
+    )
+    rows = dynamic * 8
+    before = (len(env.guards), dict(env.replacements), dict(env.var_to_range))
+    assert status("N % 4 == 0", N=rows) == "proved"
+    assert status("N % 16 == 0", N=rows) == "unknown"
+    assert status("N % 4 == 1", N=rows) == "refuted"
+    assert status("N >= T", N=rows, T=dynamic) == "proved"
+    assert status("T <= 64", T=dynamic) == "unknown"
+    assert status("E <= 4 and T >= 0", T=dynamic, E=4) == "proved"
+    assert (len(env.guards), dict(env.replacements), dict(env.var_to_range)) == before
+
+
+def test_a_guard_is_for_what_depends_on_tokens_alone() -> None:
+    contract = Contract("k", (Predicate("T <= 64"), Predicate("D % 8 == 0"), Predicate("N <= 256")))
+    known = {"T": Range(0), "D": 64, "N": Derived("align(T, 128)")}
+    found = contract.evaluate(known, guards=True)
+    assert found.status == "guarded" and found.guard() == "(T <= 64) and (align(T, 128) <= 256)"
+    assert contract.evaluate(known).status == "refuted"
+    assert contract.evaluate({**known, "D": 60}, guards=True).status == "refuted"
+    assert contract.evaluate({**known, "D": Range(8)}, guards=True).status == "refuted"
+    assert Contract("k", (Predicate("T < 0"),)).evaluate({"T": Range(0)}, guards=True).status == "refuted", "no T would ever pass"
