@@ -1,4 +1,4 @@
-"""Command line: `moefx plan MODEL`, `moefx doctor`. Mistakes of the user's are one line on stderr and exit code 2."""
+"""Command line: `moefx plan MODEL`, `moefx bench`, `moefx doctor`. Mistakes of the user's are one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -29,16 +29,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = plan.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument("--html", metavar="FILE", help="write a self-contained page")
+    bench = commands.add_parser(
+        "bench",
+        help="routed experts against other ways to run them, on this CPU",
+        description="Medians of one interleaved run, ratios (peer / moefx) and the share of this machine's measured floor.",
+    )
+    bench.add_argument("--shape", default="2048,512,128,8", help="H,D,E,K: hidden size, intermediate size, experts, experts a token")
+    bench.add_argument("--tokens", default="1,16,64,256", help="tokens of a call; several with commas between")
+    bench.add_argument("--dtype", default="bfloat16", help="bfloat16, float16, float32, fp8, int8")
+    bench.add_argument("--peers", default=None, help="names with commas between (default: all that are installed)")
+    bench.add_argument("--routing", default="even", help="even, skewed")
+    bench.add_argument("--seconds", type=float, default=10.0, help="about how long each row takes")
+    bench.add_argument("--json", action="store_true", help="print JSON")
+    bench.add_argument("--plot", metavar="FILE", help="write a picture")
     commands.add_parser("doctor", help="what this machine has and which kernels that enables")
     options = parser.parse_args(arguments)
     try:
-        return _plan(options) if options.command == "plan" else _doctor()
-    except (ValueError, TypeError, OSError) as error:
+        return {"plan": _plan, "bench": _bench, "doctor": _doctor}[options.command](options)
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
         print(f"moefx: {error}", file=sys.stderr)
         return 2
 
 
-def _doctor() -> int:
+def _bench(options: argparse.Namespace) -> int:
+    from moefx import bench
+
+    peers = options.peers.split(",") if options.peers else None
+    shape, tokens = _numbers(options.shape, "--shape"), _numbers(options.tokens, "--tokens")
+    found = bench.bench(shape, tokens, options.dtype, peers, options.seconds, options.routing)
+    if options.plot:
+        bench.plot(found, options.plot)
+    print(json.dumps(found, indent=2) if options.json else bench.text(found))
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    del options
     from moefx.doctor import text
 
     print(text())
@@ -56,7 +82,7 @@ def _plan(options: argparse.Namespace) -> int:
         return 0
     if options.model is None:
         raise ValueError("plan needs a model: a built-in name (moefx plan --list), a config.json or a checkpoint folder")
-    choices = list(itertools.product(_numbers(options.ep_size), options.a2a.split(","), options.target.split(",")))
+    choices = list(itertools.product(_numbers(options.ep_size, "--ep-size"), options.a2a.split(","), options.target.split(",")))
     reports = [plan(options.model, ep_size=e, a2a=a, target=t, precision=options.precision, tokens=options.tokens) for e, a, t in choices]
     if options.html:
         with open(options.html, "w", encoding="utf-8") as file:
@@ -71,11 +97,11 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(text: str, option: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise ValueError(f"--ep-size {text!r} must be a number or several with commas between, like 1,2,4") from error
+        raise ValueError(f"{option} {text!r} must be a number or several with commas between, like 1,2,4") from error
 
 
 def _print_matrix(reports: Sequence) -> None:

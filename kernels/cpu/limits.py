@@ -1,0 +1,31 @@
+"""What this machine can do, measured by a C++ loop: bytes read a second and products a second, on torch's number of threads."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from moefx.kernels.cpu import build
+
+_KINDS = {"bf16": 0, "fp32": 1, "int8": 2}
+
+
+def _library() -> ctypes.CDLL:
+    isa = build.isa("limits")
+    library = build.library("limits", isa) if isa is not None else None
+    if library is None:
+        raise RuntimeError(f"the machine's limits can't be measured: {build.why_not('limits')}")
+    library.moefx_bytes_a_second.restype = library.moefx_flops.restype = ctypes.c_double
+    return library
+
+
+def bytes_a_second(memory: torch.Tensor) -> float:
+    """Reading `memory` once, from two streams a thread. RuntimeError without a compiler or a known instruction set."""
+    size = ctypes.c_int64(memory.numel() * memory.element_size())
+    return _library().moefx_bytes_a_second(ctypes.c_void_p(memory.data_ptr()), size, torch.get_num_threads())
+
+
+def flops(kind: str) -> float:
+    """Multiplications and additions a second in registers: "bf16", "fp32" or "int8"; 0 where the host has no such instruction."""
+    return _library().moefx_flops(_KINDS[kind], torch.get_num_threads())
