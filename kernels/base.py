@@ -19,7 +19,8 @@ class Kernel:
 
     pack(w13, b13, w2, b2, activation) -> what `op` takes after (x, ids, weights); a pure function of tensors.
     op(x [T, H], ids [T, K], weights [T, K], *packed, activation, first) -> [T, H]: the meaning of `moefx.experts`.
-    reference: the same call in plain PyTorch with the same quantisation. `lossy`: the numbers are those of a lower precision.
+    reference: the same call in plain PyTorch with the same quantisation. `lossy`: the numbers are those of a lower precision;
+    `packs`: pack makes new tensors, so weights must be packed before a call (not where a graph is compiled as it stands).
     """
 
     name: str
@@ -28,6 +29,7 @@ class Kernel:
     op: Callable[..., torch.Tensor]
     reference: Callable[..., torch.Tensor]
     lossy: bool = False
+    packs: bool = False
 
     def __reduce__(self) -> tuple[Callable[[str], Kernel], tuple[str]]:
         """Pickled by name: ops are looked up again where the kernel is loaded."""

@@ -1,7 +1,7 @@
 """Contracts: what a kernel needs, as sympy predicates over named dims, and what is known of them.
 
 A predicate is written as it is read, `Predicate("D // 8 >= E")`, over the dims T, N, K, H, D, E, E_total, G, S, ep_size and the categorical
-facts dtype, weight_format, activation, clamp, columns, bias, target, precision. Evaluated on facts it has one of four outcomes:
+facts dtype, weight_format, activation, clamp, columns, bias, target, precision, isa. Evaluated on facts it has one of four outcomes:
 
 - proved: true for every size in the declared ranges;
 - refuted: false for sizes in range; the counterexample is the smallest found;
@@ -29,6 +29,7 @@ CATEGORIES = (
     "precision",
     "shared_activation",
     "same_weight_format",
+    "isa",
 )
 
 

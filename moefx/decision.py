@@ -7,6 +7,7 @@ from typing import Any
 
 from moefx.contract import Outcome, Range
 from moefx.kernels.base import Kernel
+from moefx.kernels.cpu import build
 from moefx.layer import Layer
 from moefx.options import Options
 from moefx.placement import slots, why_unfused
@@ -106,6 +107,7 @@ def facts(layer: Layer, options: Options, experts: int, shared_slots: int) -> di
         "bias": layer.bias,
         "target": options.target,
         "precision": options.precision,
+        **({"isa": build.isa()} if options.target == "cpu" else {}),
     }
 
 
