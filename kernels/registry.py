@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from moefx.kernels import fp8_fallback, grouped_mm
 from moefx.kernels.base import Kernel
+from moefx.kernels.cpu import kernel as cpu
 from moefx.kernels.deep_gemm import kernel as deep_gemm
 from moefx.kernels.jit_ep import kernel as jit_ep
 
-KERNELS: list[Kernel] = [jit_ep.KERNEL, fp8_fallback.KERNEL, *deep_gemm.FP8, grouped_mm.KERNEL, *deep_gemm.BF16]
+KERNELS: list[Kernel] = [*cpu.KERNELS, jit_ep.KERNEL, fp8_fallback.KERNEL, *deep_gemm.FP8, grouped_mm.KERNEL, *deep_gemm.BF16]
 
 
 def register(kernel: Kernel, before: str | None = None) -> None:

@@ -144,7 +144,7 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.float() - want).abs().max() / want.abs().max().clamp_min(1e-30)).item()
 
 
-def _floor(case: Case, calls: list[tuple[torch.Tensor, ...]], bandwidth: float) -> float:
+def _floor(case: Case, calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], bandwidth: float) -> float:
     """Milliseconds below which no form can be: reading each expert that is hit once, or the products in registers."""
     from moefx.kernels.cpu import limits
 

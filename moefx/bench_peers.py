@@ -73,8 +73,8 @@ def torch_onednn_loop(case: Case) -> Run:
     if case.w13.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         raise Missing("oneDNN's packed linear is used in bf16")
     pack = torch.ops.mkldnn._reorder_linear_weight
-    first = [pack(w.to_mkldnn()) for w in case.w13]
-    second = [pack(w.to_mkldnn()) for w in case.w2]
+    first = [pack(w) for w in case.w13]
+    second = [pack(w) for w in case.w2]
     linear = torch.ops.mkldnn._linear_pointwise
 
     def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -98,14 +98,16 @@ def sgl_fused_experts(case: Case) -> Run:
     except (ImportError, OSError) as error:
         raise Missing(f"vllm._C does not load: {str(error).splitlines()[0]}") from error
     namespace: Any = torch.ops._C
+    s13: torch.Tensor | None = None
+    s2: torch.Tensor | None = None
+    block: list[int] | None = None
     if case.dtype == "fp8":
         from moefx.kernels import fp8
 
         (q13, s13), (q2, s2) = fp8.quantize_blocks(case.w13), fp8.quantize_blocks(case.w2)
         w13, w2, method, block = namespace.convert_weight_packed(q13), namespace.convert_weight_packed(q2), 2, [128, 128]
     elif case.w13.dtype == torch.bfloat16:
-        w13, w2, method, block = namespace.convert_weight_packed(case.w13), namespace.convert_weight_packed(case.w2), 0, None
-        s13 = s2 = None
+        w13, w2, method = namespace.convert_weight_packed(case.w13), namespace.convert_weight_packed(case.w2), 0
     else:
         raise Missing("takes bf16 and FP8")
 

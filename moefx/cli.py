@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return {"plan": _plan, "bench": _bench, "doctor": _doctor}[options.command](options)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
-        print(f"moefx: {error}", file=sys.stderr)
+        print(f"moefx: {str(error).splitlines()[0] if str(error) else type(error).__name__}", file=sys.stderr)
         return 2
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from moefx.contract import Derived, Outcome, Range
 from moefx.kernels.base import Kernel
+from moefx.kernels.cpu import build
 from moefx.layer import Layer
 from moefx.options import Options
 from moefx.placement import shared_slot, slots, why_unfused
@@ -193,6 +194,7 @@ def facts(layer: Layer, options: Options, experts: int, shared_slots: int) -> di
         "target": options.target,
         "precision": options.precision,
         "a2a": options.a2a,
+        **({"isa": build.isa()} if options.target == "cpu" else {}),
     }
 
 

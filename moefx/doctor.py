@@ -96,7 +96,7 @@ def _kernels(found: dict[str, Any]) -> dict[str, str]:
     from moefx.kernels.registry import KERNELS
 
     gpu = found["gpu"] != "none"
-    native = build.library("experts_bf16", experts_bf16.NEEDS) is not None
+    native = build.library("experts_bf16", experts_bf16.ISA) is not None
     lines = {}
     for kernel in KERNELS:
         where = ["this CPU (torch operations)"]

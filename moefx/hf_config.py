@@ -1,91 +1,22 @@
-"""A Hugging Face config (dict) -> the layers `plan` decides on. Sizes by their usual keys; what differs between families is one table."""
+"""A Hugging Face config (dict) -> the layers `plan` decides on. What differs between families is the table of hf_families."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moefx.activation.spec import Activation
+from moefx.hf_families import EXPERTS, FAMILIES, Family
+from moefx.hf_rules import Keys
 from moefx.layer import Layer, Shared
 
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k", "moe_top_k")
-_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size")
-
-
-@dataclass(frozen=True)
-class Family:
-    """What a config does not say of its family. gate: None or "sigmoid"; shared_keys: where the shared width is; folded: n * D."""
-
-    kind: str = "swiglu"
-    columns: str = "concat"
-    clamp: str | None = None
-    limit: float | None = None
-    alpha: float = 1.0
-    beta: float = 0.0
-    bias: bool = False
-    shared: str | None = None  # "sigmoid", "plain" or None
-    shared_columns: str = "separate"
-    clamp_shared: bool = True
-    form: str = "grouped_mm"
-    why_left_alone: str | None = None
-
-
-_PLAIN = Family(shared="plain")
-_GATED = Family(shared="sigmoid")
-_CLAMPED = Family(shared="plain", clamp="pre", limit=10.0)
-FAMILIES: dict[str, Family] = {
-    **{
-        n: Family()
-        for n in (
-            "mixtral",
-            "minimax",
-            "minimax_m2",
-            "qwen3_moe",
-            "qwen3_vl_moe",
-            "olmoe",
-            "flex_olmo",
-            "phimoe",
-            "jamba",
-            "granitemoe",
-            "lfm2_moe",
-        )
-    },
-    **{n: _GATED for n in ("qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp")},
-    **{
-        n: _PLAIN
-        for n in (
-            "deepseek_v2",
-            "deepseek_v3",
-            "deepseek_v32",
-            "glm4_moe",
-            "glm4_moe_lite",
-            "glm_moe_dsa",
-            "dots1",
-            "kimi_k2",
-            "kimi_linear",
-            "ernie4_5_moe",
-            "hunyuan_v1_moe",
-            "mistral4",
-            "exaone_moe",
-            "bailing_hybrid",
-            "afmoe",
-            "solar_open",
-            "hy_v3",
-        )
-    },
-    **{n: _CLAMPED for n in ("deepseek_v4", "glm5_next")},
-    "hy_v4": Family(shared="plain", clamp="pre", limit=10.0, clamp_shared=False),
-    "gpt_oss": Family("swiglu_oai", "interleaved", "pre", 7.0, 1.702, 1.0, bias=True),
-    "minimax_m3_vl": Family("swiglu_oai", "concat", "pre", 7.0, 1.702, 1.0, shared="plain"),
-    "nemotron_h": Family("relu2", shared="plain"),
-    "gemma4": Family("geglu_tanh"),
-    "gemma4_text": Family("geglu_tanh"),
-    "llama4_text": Family(shared="plain", form="dense", why_left_alone="router weights multiply the experts' input, not their output"),
-}
+# Where a wrapper keeps the configs of its language models.
+_INNER = ("text_config", "language_config", "llm_config", "thinker_config", "talker_config")
+_GATED_KINDS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
+_UNGATED_KINDS = {"relu2": "relu2", "silu": "silu", "swish": "silu"}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -106,109 +37,138 @@ def read(path: Path) -> dict[str, Any]:
 
 def layers(config: Mapping[str, Any]) -> list[Layer]:
     """One Layer for each kind of MoE layer; `count` is how many the model has. ValueError when the family or a size is unknown."""
-    outer = config
-    config = config.get("text_config") or config
-    model_type = str(config.get("model_type") or outer.get("model_type") or "")
-    if model_type == "llama4":
-        model_type = "llama4_text"
-    experts = _first(config, _EXPERTS)
-    if not experts or experts < 2:
-        return []
-    if model_type not in FAMILIES:
+    counts: dict[Layer, int] = {}
+    for inner, model_type in _language_models(config, ""):
+        for layer in _each_layer(inner, config, model_type):
+            counts[layer] = counts.get(layer, 0) + 1
+    return [replace(layer, count=count) for layer, count in counts.items()]
+
+
+def _language_models(config: Mapping[str, Any], outer_type: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The config itself, or those that it wraps, each with its model_type."""
+    model_type = str(config.get("model_type") or outer_type)
+    wrapped = [config[name] for name in _INNER if isinstance(config.get(name), Mapping)]
+    for inner in wrapped:
+        # A wrapper of a known family fixes the class of its text config, whatever model_type a checkpoint wrote inside.
+        fixed = {"model_type": model_type} if inner is config.get("text_config") and model_type in FAMILIES else {}
+        yield from _language_models({**inner, **fixed}, model_type)
+    if not wrapped:
+        yield config, model_type
+
+
+def _each_layer(config: Mapping[str, Any], outer: Mapping[str, Any], model_type: str) -> Iterator[Layer]:
+    family_name = model_type if model_type in FAMILIES else model_type.removesuffix("_text")
+    keys = Keys(config, model_type)
+    if family_name not in FAMILIES:
+        experts = keys.get(*EXPERTS)
+        if not isinstance(experts, int) or experts < 2:
+            return
         raise ValueError(
             f"model_type {model_type!r} is not in moefx's table of families ({', '.join(sorted(FAMILIES))}); "
             "trace the module instead: moefx.plan(model)"
         )
-    family = FAMILIES[model_type]
-    hidden, width, top_k = _need(config, ("hidden_size",)), _need(config, _WIDTH), _need(config, _TOP_K)
-    dtype = _dtype(config, outer)
-    quantised = _is_fp8(config, outer)
-    format_ = "float8_e4m3fn" if quantised else dtype
-    limit = config.get("swiglu_limit", family.limit) if family.clamp else None
-    activation = Activation(family.kind, family.columns, limit, family.clamp if limit else None, family.alpha, family.beta)
-    shared = _shared(config, outer, family, activation, width, dtype, format_)
-    return [
-        Layer(
-            f"{model_type} layer",
-            family.form,
-            experts,
-            width,
-            hidden,
-            top_k,
-            activation,
-            dtype,
-            format_,
-            family.bias,
-            shared,
-            family.why_left_alone,
-            _count(config),
-        )
-    ]
+    dtype = str(_of_either(config, outer, "dtype") or _of_either(config, outer, "torch_dtype") or "bfloat16").removeprefix("torch.")
+    quantisation = _of_either(config, outer, "quantization_config") or {}
+    for family in FAMILIES[family_name]:
+        for index in family.layers(keys):
+            layer = _layer(keys, family, index, dtype, quantisation)
+            if layer is not None:
+                yield layer
 
 
-def _shared(
-    config: Mapping[str, Any], outer: Mapping[str, Any], family: Family, routed: Activation, width: int, dtype: str, format_: str
-) -> Shared | None:
+def _layer(keys: Keys, family: Family, index: int, dtype: str, quantisation: Mapping[str, Any]) -> Layer | None:
+    experts = _of_layer(keys.get(*family.experts) if _explicitly_dense(keys, family) else keys.need(*family.experts), index)
+    if not experts or experts < 2:
+        return None
+    hidden = int(keys.need(*family.hidden))
+    reads = int(keys.get(family.latent, default=hidden)) if family.latent else hidden
+    width = _width(keys, family, index)
+    top_k = family.top_k if isinstance(family.top_k, int) else int(_of_layer(keys.need(*family.top_k), index))
+    format_ = "float8_e4m3fn" if quantisation.get("quant_method") == "fp8" else dtype
+    activation = _activation(keys, family, _limit(keys, family, index, "swiglu_limits"))
+    projected = "the shared expert reads the hidden states, the experts a projection of them" if reads != hidden else None
+    return Layer(
+        " ".join(word for word in (keys.model_type, family.part, "layer") if word),
+        # The planner leaves a layer alone that is "dense" and carries a reason.
+        "dense" if family.why_left_alone else family.form,
+        int(experts),
+        width,
+        reads,
+        top_k,
+        activation,
+        dtype,
+        format_,
+        family.bias,
+        _shared(keys, family, index, width, dtype, format_, quantisation),
+        family.why_left_alone or projected or _why_unfused(keys, family, activation),
+    )
+
+
+def _why_unfused(keys: Keys, family: Family, activation: Activation) -> str | None:
+    """Why the shared expert cannot become a slot, whatever the kernel."""
     if family.shared is None:
         return None
-    own = _first(
-        config, ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim")
-    )
-    count = _first(config, ("n_shared_experts", "moe_num_shared_experts", "num_shared_expert", "num_shared_experts"))
-    if own is None and family.shared == "plain" and not count:
-        return None if not str(config.get("model_type")).startswith("llama4") else Shared(width, None, routed, dtype)
-    size = own if own is not None else int(count or 1) * width
+    if activation.kind == "opaque":
+        return "the activation fits no named variant"
+    on = family.shared_unfused_by is None or keys.get(family.shared_unfused_by, default=True)
+    return family.shared_why_unfused if on else None
+
+
+def _explicitly_dense(keys: Keys, family: Family) -> bool:
+    """A config that has the key of the experts, with nothing in it, is of a dense sibling: no default may fill it in."""
+    return any(name in keys.values for name in family.experts)
+
+
+def _width(keys: Keys, family: Family, index: int) -> int:
+    """The experts' intermediate size; with a `dense_intermediate_size` beside it, `intermediate_size` is the experts'."""
+    if isinstance(family.width, int):
+        return family.width
+    if "moe_intermediate_size" in family.width and keys.get("dense_intermediate_size") is not None:
+        return int(_of_layer(keys.need("intermediate_size", *family.width), index))
+    return int(_of_layer(keys.need(*family.width), index))
+
+
+def _of_layer(value: Any, index: int) -> Any:
+    """Some configs have one number for all layers, some one a layer."""
+    return value[index] if isinstance(value, (list, tuple)) and index < len(value) else value
+
+
+def _limit(keys: Keys, family: Family, index: int, per_layer: str) -> float | None:
+    """The clamp of one layer: `swiglu_limit` of the config, or its entry in a list, where 0 means none."""
+    if family.clamp is None:
+        return None
+    limits = keys.get(per_layer)
+    found = _of_layer(limits, index) if limits else keys.get("swiglu_limit", default=family.limit)
+    return float(found) if found else None
+
+
+def _activation(keys: Keys, family: Family, limit: float | None) -> Activation:
+    gated = family.kind not in _UNGATED_KINDS.values()
+    name = keys.get(family.act) if family.act else None
+    kind = family.kind if name is None else (_GATED_KINDS if gated else _UNGATED_KINDS).get(str(name), "opaque")
+    alpha = float(keys.get("swiglu_alpha", default=family.alpha)) if kind == "swiglu_oai" else family.alpha
+    return Activation(kind, family.columns if gated else "concat", limit, family.clamp if limit else None, alpha, family.beta)
+
+
+def _shared(keys: Keys, family: Family, index: int, width: int, dtype: str, format_: str, quantisation: Mapping[str, Any]) -> Shared | None:
+    if family.shared is None:
+        return None
+    one = int(keys.need(family.shared_width)) if family.shared_width else width
+    size = one * int(keys.need(*family.shared_count) if family.shared_count else 1)
     if size == 0:
         return None
-    clamped = family.clamp_shared
-    activation = Activation(
-        routed.kind,
-        family.shared_columns if routed.gated else "concat",
-        routed.limit if clamped else None,
-        routed.clamp if clamped else None,
-        routed.alpha,
-        routed.beta,
+    limit = _limit(keys, family, index, "swiglu_limits_shared") if family.shared_clamped else None
+    routed = _activation(keys, family, limit)
+    activation = replace(routed, columns=family.shared_columns if routed.gated else "concat")
+    excluded = any("shared" in str(name) for name in quantisation.get("modules_to_not_convert") or [])
+    return Shared(
+        size,
+        "sigmoid" if family.shared == "sigmoid" else None,
+        activation,
+        dtype if excluded else format_,
+        bool(family.shared_bias and keys.get(family.shared_bias)),
     )
-    excluded = any("shared" in str(name) for name in _quantisation(config, outer).get("modules_to_not_convert") or [])
-    return Shared(size, "sigmoid" if family.shared == "sigmoid" else None, activation, dtype if excluded else format_)
 
 
-def _count(config: Mapping[str, Any]) -> int:
-    total = int(config.get("num_hidden_layers") or 1)
-    kinds = config.get("mlp_layer_types")
-    if isinstance(kinds, list):
-        return sum("moe" in str(k) or str(k) == "sparse" for k in kinds)
-    step = int(config.get("interleave_moe_layer_step") or config.get("decoder_sparse_step") or config.get("expert_layer_period") or 1)
-    first = int(config.get("first_k_dense_replace") or config.get("moe_layer_start_index") or 0)
-    dense = len(config.get("mlp_only_layers") or [])
-    return max(1, (total - first) // step - dense)
-
-
-def _quantisation(config: Mapping[str, Any], outer: Mapping[str, Any]) -> Mapping[str, Any]:
-    return config.get("quantization_config") or outer.get("quantization_config") or {}
-
-
-def _is_fp8(config: Mapping[str, Any], outer: Mapping[str, Any]) -> bool:
-    return _quantisation(config, outer).get("quant_method") == "fp8"
-
-
-def _dtype(config: Mapping[str, Any], outer: Mapping[str, Any]) -> str:
-    found = config.get("dtype") or config.get("torch_dtype") or outer.get("dtype") or outer.get("torch_dtype") or "bfloat16"
-    return str(found).removeprefix("torch.")
-
-
-def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
-    for key in keys:
-        value = config.get(key)
-        if isinstance(value, list) and value:
-            value = value[0]
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
-
-
-def _need(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    found = _first(config, keys)
-    if found is None:
-        raise ValueError(f"the config has none of {', '.join(keys)}")
-    return found
+def _of_either(config: Mapping[str, Any], outer: Mapping[str, Any], name: str) -> Any:
+    return config.get(name) or outer.get(name)

@@ -1,8 +1,9 @@
-"""Build a C++ kernel with the host's compiler, once for each source, flags, compiler and instruction set; load it by ctypes.
+"""Build a C++ kernel with the host's compiler, once for each source, flags and compiler; load it by ctypes.
 
-The shared object lies in the user's cache folder under a hash of all of these; it is written under another name and renamed, so that
-several processes may build at once. `library` returns None, and `why_not` says why, where there is no compiler, the host lacks an
-instruction the source needs, or the build fails.
+Flags are those of one instruction set, not `-march=native`, so that every one the host has can be built and tested on it. The shared
+object lies in the user's cache folder under a hash of all that decides it; it is written under another name and renamed, so that several
+processes may build at once. `library` returns None, and `why_not` says why, where there is no compiler, the host lacks an instruction,
+or the build fails.
 """
 
 from __future__ import annotations
@@ -16,14 +17,28 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-FLAGS = ("-O3", "-std=c++20", "-march=native", "-shared", "-fPIC", "-pthread")
+FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden")
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+INSTRUCTIONS = {
+    "avx512_bf16": (*_AVX512, "avx512vbmi", "avx512_vnni", "avx512_bf16"),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+}
+"""CPU flags, as /proc/cpuinfo names them, of each instruction set kernels are written for; the best first."""
+
 _REASONS: dict[str, str] = {}
 
 
+def isa(name: str = "experts") -> str | None:
+    """The best instruction set of this host for which kernel `name` was built; None (and `why_not` says why) without one."""
+    return next((i for i in INSTRUCTIONS if library(name, i) is not None), None)
+
+
 @functools.cache
-def library(name: str, needs: tuple[str, ...]) -> ctypes.CDLL | None:
-    """The library of `<name>.cpp` beside this file, or None; `needs` are CPU flags as /proc/cpuinfo names them."""
-    missing = [n for n in needs if n not in cpu_flags()]
+def library(name: str, isa: str) -> ctypes.CDLL | None:
+    """The library of `<name>.cpp` beside this file for an instruction set, or None."""
+    missing = [f for f in INSTRUCTIONS[isa] if f not in cpu_flags()]
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if missing:
         _REASONS[name] = f"this CPU has no {', '.join(missing)}"
@@ -31,7 +46,7 @@ def library(name: str, needs: tuple[str, ...]) -> ctypes.CDLL | None:
         _REASONS[name] = "no C++ compiler was found"
     else:
         try:
-            return ctypes.CDLL(str(_built(name, compiler)))
+            return ctypes.CDLL(str(_built(name, isa, compiler)))
         except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             text = getattr(error, "stderr", None) or str(error)
             _REASONS[name] = f"the build failed: {text.strip().splitlines()[0] if text.strip() else type(error).__name__}"
@@ -39,7 +54,7 @@ def library(name: str, needs: tuple[str, ...]) -> ctypes.CDLL | None:
 
 
 def why_not(name: str) -> str | None:
-    """Why `library(name, ...)` was None; None when it was built or never asked for."""
+    """Why the last `library(name, ...)` was None; None when all were built or never asked for."""
     return _REASONS.get(name)
 
 
@@ -52,17 +67,26 @@ def cpu_flags() -> frozenset[str]:
         return frozenset()
 
 
-def _built(name: str, compiler: str) -> Path:
-    source = Path(__file__).with_name(f"{name}.cpp")
+def command(compiler: str, name: str, isa: str, target: Path, extra: tuple[str, ...] = ()) -> list[str]:
+    """The compiler's command line; `extra` flags come last."""
+    instructions = [f"-m{flag.replace('avx512_', 'avx512')}" for flag in INSTRUCTIONS[isa]]
+    wide = ["-mprefer-vector-width=512"] if isa != "avx2" else []
+    return [compiler, *FLAGS, *instructions, *wide, *extra, str(Path(__file__).with_name(f"{name}.cpp")), "-o", str(target)]
+
+
+def _built(name: str, isa: str, compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=20).stdout
-    key = hashlib.sha256("\0".join([source.read_text(), *FLAGS, version, *sorted(cpu_flags())]).encode()).hexdigest()[:20]
+    here = Path(__file__).parent
+    sources = [path.read_text() for path in (here / f"{name}.cpp", *sorted(here.glob("*.h")))]
+    flags = command(compiler, name, isa, Path())
+    key = hashlib.sha256("\0".join([*sources, *(f for f in flags if f.startswith("-")), version]).encode()).hexdigest()[:20]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moefx"
-    target = folder / f"{name}-{key}.so"
+    target = folder / f"{name}-{isa}-{key}.so"
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / target.name
-        subprocess.run([compiler, *FLAGS, str(source), "-o", str(made)], capture_output=True, text=True, check=True, timeout=120)
+        subprocess.run(command(compiler, name, isa, made), capture_output=True, text=True, check=True, timeout=120)
         made.replace(target)
     return target

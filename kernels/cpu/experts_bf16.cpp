@@ -188,7 +188,7 @@ std::pair<int64_t, int64_t> share(int64_t columns, int threads, int i) {
 
 // x [T, H], ids [T, K], scale [T, K], w13 [E, 2D, H], w2 [E, H, D], out [T, H]; H and D multiples of 32, all contiguous. An id outside
 // [first, first + E) adds nothing. Gate row d of an expert is gate_first + d * gate_step, up row likewise.
-extern "C" void moefx_experts_bf16(const uint16_t* x, const int64_t* ids, const float* scale, const uint16_t* w13, const uint16_t* b13,
+extern "C" __attribute__((visibility("default"))) void moefx_experts_bf16(const uint16_t* x, const int64_t* ids, const float* scale, const uint16_t* w13, const uint16_t* b13,
                                    const uint16_t* w2, const uint16_t* b2, uint16_t* out, int64_t tokens, int64_t top_k, int64_t hidden,
                                    int64_t width, int64_t experts, int64_t first, const int64_t* rows, int clamp, float limit, float alpha,
                                    float beta, int threads) {

@@ -10,7 +10,7 @@ import torch
 from moefx.activation.spec import Activation
 from moefx.kernels.cpu import build
 
-NEEDS = ("avx512f", "avx512bw", "avx512vl", "avx512_bf16")
+ISA = "avx512_bf16"
 KINDS = ("swiglu", "swiglu_oai")
 _CLAMPS = {None: 0, "pre": 1, "post": 2}
 
@@ -25,13 +25,13 @@ def takes(x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tenso
         and w13.is_contiguous()
         and w2.is_contiguous()
         and ids.numel() < 2**31
-        and build.library("experts_bf16", NEEDS) is not None
+        and build.library("experts_bf16", ISA) is not None
     )
 
 
 def run(x, ids, weights, w13, b13, w2, b2, act: Activation, first: int) -> torch.Tensor:
     """The experts op on tensors that `takes` accepted; torch's number of threads."""
-    library = build.library("experts_bf16", NEEDS)
+    library = build.library("experts_bf16", ISA)
     assert library is not None
     tokens, top_k = ids.shape
     experts, hidden, width = w2.shape

@@ -1,0 +1,218 @@
+// The product of some token rows with one or two panels of an expert's weights.
+#pragma once
+
+#include "steps.h"
+
+namespace {
+
+constexpr int kMostRows = 192;       // rows of one block: they and a slice of a panel stay in the L2 cache
+constexpr int kGroup = 128;          // inner elements that share an FP8 scale
+constexpr int64_t kSlice = 1024;     // inner elements of a panel that several row tiles pass over
+constexpr int64_t kAhead = 4096;     // bytes of a panel fetched ahead of their use when they are used once
+
+struct Product {
+  const uint8_t* const* rows;  // [count]
+  int count;
+  const uint8_t* w;  // the first panel
+  int64_t panel_bytes;
+  int panels;  // 1 or 2
+  int64_t steps;
+  float* sums;  // [count][stride]
+  int64_t stride;
+  const uint8_t* next;  // panels that this thread will take next, or null
+  int next_panels;
+  int64_t next_bytes;
+  // FP8 only: scales of the rows ([count] pointers to one for each group, or null) and of the panels ([groups][2] each, `groups` apart).
+  const float* const* row_scales;
+  const float* panel_scales;
+  int64_t groups;
+};
+
+template <class Step>
+TileTask tile_task(const Product& p, int panel) {
+  TileTask t{};
+  t.w[0] = p.w + panel * p.panel_bytes;
+  t.w[1] = t.w[0] + p.panel_bytes;
+  t.steps = p.steps;
+  t.sums = p.sums + panel * kPanel;
+  t.stride = p.stride;
+  t.fresh = true;
+  return t;
+}
+
+// Weights used once: fetch a fixed distance ahead, at the end from where the thread goes on.
+template <class Step>
+void fetch_ahead(const Product& p, int panel, int panels, TileTask& t) {
+  const int64_t ahead = kAhead / panels / Step::bytes;
+  t.prefetch.lines = int(Step::bytes / 64);
+  t.prefetch.split = t.steps > ahead ? t.steps - ahead : 0;
+  for (int i = 0; i < panels; ++i) {
+    t.prefetch.here[i] = t.w[i] + ahead * Step::bytes;
+    const bool within = panel + panels < p.panels;
+    const uint8_t* next = within ? t.w[i] + p.panel_bytes : p.next ? p.next + (i < p.next_panels ? i : 0) * p.next_bytes : t.w[i];
+    t.prefetch.next[i] = next - t.prefetch.split * Step::bytes;
+  }
+}
+
+// Fetches the next panels bit by bit while row tiles pass over this one.
+class Fetcher {
+ public:
+  Fetcher(const Product& p, int panel, int64_t total_steps) {
+    const bool within = panel + 1 < p.panels;
+    at_ = within ? p.w + (panel + 1) * p.panel_bytes : p.next;
+    const int64_t bytes = !at_ ? 0 : within ? p.panel_bytes : p.next_bytes;
+    left_ = bytes / 64;
+    lines_ = int((left_ + total_steps - 1) / (total_steps > 0 ? total_steps : 1));
+  }
+  void put(TileTask& t) {
+    const int64_t most = lines_ ? left_ / lines_ : 0;
+    t.prefetch.lines = most > 0 ? lines_ : 0;
+    t.prefetch.split = t.steps;
+    t.prefetch.here[0] = at_;
+    const int64_t steps = most < t.steps ? most : t.steps;
+    if (steps < t.steps) {  // the rest of the steps fetch what was fetched
+      t.prefetch.split = steps;
+      t.prefetch.next[0] = at_ - steps * lines_ * 64;
+    }
+    at_ += steps * lines_ * 64, left_ -= steps * lines_;
+  }
+
+ private:
+  const uint8_t* at_;
+  int64_t left_;
+  int lines_;
+};
+
+template <class Step>
+void product(const Product& p) {
+  if constexpr (Step::kWidth == 16) {
+    if (p.panels == 2 && p.count <= 3) {
+      TileTask t = tile_task<Step>(p, 0);
+      for (int r = 0; r < p.count; ++r) t.rows[r] = p.rows[r];
+      fetch_ahead<Step>(p, 0, 2, t);
+      return panels_tile<Step>(p.count, 2, t);
+    }
+  }
+  const int tiles = (p.count + kRows - 1) / kRows;
+  const int64_t slice = tiles == 1 ? p.steps : kSlice / Step::depth;
+  for (int panel = 0; panel < p.panels; ++panel) {
+    Fetcher fetcher(p, panel, p.steps * tiles);
+    for (int64_t begin = 0; begin < p.steps; begin += slice)
+      for (int i = 0; i < tiles; ++i) {
+        const int from = p.count * i / tiles, count = p.count * (i + 1) / tiles - from;
+        TileTask t = tile_task<Step>(p, panel);
+        t.w[0] += begin * Step::bytes;
+        t.steps = p.steps - begin < slice ? p.steps - begin : slice;
+        t.sums += from * p.stride;
+        t.fresh = begin == 0;
+        for (int r = 0; r < count; ++r) t.rows[r] = p.rows[from + r] + begin * Step::row_bytes;
+        if (tiles == 1) fetch_ahead<Step>(p, panel, 1, t);
+        if (tiles > 1) fetcher.put(t);
+        panels_tile<Step>(count, 1, t);
+      }
+  }
+}
+
+// The factors of `rows` rows and two panels for one group.
+inline void factors(const Product& p, int panel, int from, int rows, int64_t group, float (&out)[kRows][4]) {
+  for (int r = 0; r < rows; ++r) {
+    const float row = p.row_scales ? p.row_scales[from + r][group] : 1.0f;
+    for (int half = 0; half < 4; ++half) {
+      const int at = panel + half / 2 < p.panels ? panel + half / 2 : panel;
+      out[r][half] = row * p.panel_scales[(at * p.groups + group) * 2 + half % 2];
+    }
+  }
+}
+
+#ifdef __AVX512BF16__
+using DecodedStep = WordStep<Bf16Words>;
+#else
+using DecodedStep = FloatStep<F32Singles>;
+#endif
+
+// One group of a panel of e4m3 codes -> the storage of `DecodedStep`.
+inline void decode_group(const uint8_t* codes, int64_t steps, uint8_t* to) {
+#ifdef __AVX512BF16__
+  for (int64_t i = 0; i < steps; ++i) {
+    __m512i words[4];
+    E4m3Words::load(codes + i * E4m3Words::bytes, words);
+    for (int g = 0; g < 4; ++g) _mm512_store_si512(to + i * 256 + g * 64, words[g]);
+  }
+#else
+  static const struct Values {
+    float of[256];
+    Values() {
+      for (int code = 0; code < 256; ++code) {
+        const int exponent = (code >> 3) & 15, mantissa = code & 7;
+        float value = exponent ? float(8 + mantissa) * float(1 << exponent) / 1024.0f : float(mantissa) / 512.0f;
+        if ((code & 127) == 127) value = float_of_bits(0x7fc00000);
+        of[code] = code & 128 ? -value : value;
+      }
+    }
+  } values;
+  float* out = (float*)to;
+  for (int64_t i = 0; i < steps * 2; ++i)
+    for (int lane = 0; lane < kPanel; ++lane) {
+      const int in = lane % 32, column = (in % 16) / 4 * 16 + (in / 16) * 8 + in % 4 * 2;
+      out[i * kPanel + lane] = values.of[codes[(i / 2) * 128 + lane / 32 * 64 + column + i % 2]];
+    }
+#endif
+}
+
+// FP8: a scale for every group of 128 inner elements, applied as the group ends.
+inline void product_fp8(const Product& p, uint8_t* decoded) {
+  constexpr int64_t kSteps = kGroup / 2, kBytes = kPanel * 2;
+  const int tiles = (p.count + kRows - 1) / kRows;
+  float scale[kRows][4];
+#ifdef __AVX512BF16__
+  const bool pair = p.panels == 2 && p.count <= 3;
+  if (tiles == 1) {
+    using Step = WordStep<E4m3Words>;
+    for (int panel = 0; panel < (pair ? 1 : p.panels); ++panel) {
+      const TileTask whole = [&] {
+        TileTask t = tile_task<Step>(p, panel);
+        fetch_ahead<Step>(p, panel, pair ? 2 : 1, t);
+        return t;
+      }();
+      for (int64_t g = 0; g < p.groups; ++g) {
+        const int64_t begin = g * kSteps;
+        TileTask t = whole;
+        t.steps = p.steps - begin < kSteps ? p.steps - begin : kSteps;
+        for (int i = 0; i < 2; ++i) {
+          t.w[i] += begin * kBytes;
+          t.prefetch.here[i] += begin * kBytes, t.prefetch.next[i] += begin * kBytes;
+        }
+        t.prefetch.split = whole.prefetch.split - begin < 0 ? 0 : whole.prefetch.split - begin < t.steps ? whole.prefetch.split - begin : t.steps;
+        for (int r = 0; r < p.count; ++r) t.rows[r] = p.rows[r] + begin * Step::row_bytes;
+        t.fresh = g == 0;
+        factors(p, panel, 0, p.count, g, scale);
+        t.scale = scale[0];
+        panels_tile<Step>(p.count, pair ? 2 : 1, t);
+      }
+    }
+    return;
+  }
+#endif
+  for (int panel = 0; panel < p.panels; ++panel) {
+    Fetcher fetcher(p, panel, p.steps * 2 / DecodedStep::depth * tiles);
+    for (int64_t g = 0; g < p.groups; ++g) {
+      const int64_t begin = g * kSteps, steps = p.steps - begin < kSteps ? p.steps - begin : kSteps;
+      decode_group(p.w + panel * p.panel_bytes + begin * kBytes, steps, decoded);
+      for (int i = 0; i < tiles; ++i) {
+        const int from = p.count * i / tiles, count = p.count * (i + 1) / tiles - from;
+        TileTask t = tile_task<DecodedStep>(p, panel);
+        t.w[0] = decoded;
+        t.steps = steps * 2 / DecodedStep::depth;
+        t.sums += from * p.stride;
+        t.fresh = g == 0;
+        for (int r = 0; r < count; ++r) t.rows[r] = p.rows[from + r] + begin * 2 / DecodedStep::depth * DecodedStep::row_bytes;
+        factors(p, panel, from, count, g, scale);
+        t.scale = scale[0];
+        fetcher.put(t);
+        panels_tile<DecodedStep>(count, 1, t);
+      }
+    }
+  }
+}
+
+}  // namespace
