@@ -145,7 +145,7 @@ def _rewrite_region(graph: fx.Graph, name: str, nodes: list[fx.Node], options: O
         return LayerRecord(name, False, form="opaque", reason="; ".join(reasons) or f"{len(raised)} groups of routed experts in one block")
     shared = raise_shared_expert.run(small, raised[0])
     layer = replace(layer_of(name, raised[0], shared), shared_why_unfused=_UNPACKED)
-    decision = decide(layer, options)
+    decision = decide(layer, _without_packing(options))
     record = LayerRecord(
         name, False, raised[0].form, decision.reason, layer, decision, rounding=raised[0].rounding, opaque_reason=raised[0].opaque_reason
     )
@@ -160,6 +160,13 @@ def _rewrite_region(graph: fx.Graph, name: str, nodes: list[fx.Node], options: O
     _splice(graph, small, kept, outputs, inside)
     record.rewritten = True
     return record
+
+
+def _without_packing(options: Options) -> Options:
+    """Weights stay as they lie, so the kernels of the model's own precision that want them packed are out."""
+    from moefx.kernels.registry import KERNELS
+
+    return replace(options, disable=(*options.disable, *(k.name for k in KERNELS if k.packs and not k.lossy)))
 
 
 def _is_view(node: fx.Node) -> bool:
