@@ -147,7 +147,7 @@ def _rewrite_region(graph: fx.Graph, name: str, nodes: list[fx.Node], options: O
     layer = replace(layer_of(name, raised[0], shared), shared_why_unfused=_UNPACKED)
     rows = (shape(raised[0].x) or (None,))[0]
     options = replace(options, disable=(*options.disable, "pad_experts"), tokens=rows if isinstance(rows, int) else None)
-    decision = decide(layer, options, guards=False)
+    decision = decide(layer, _without_packing(options), guards=False)
     record = LayerRecord(
         name, False, raised[0].form, decision.reason, layer, decision, rounding=raised[0].rounding, opaque_reason=raised[0].opaque_reason
     )
@@ -162,6 +162,13 @@ def _rewrite_region(graph: fx.Graph, name: str, nodes: list[fx.Node], options: O
     _splice(graph, small, kept, outputs, inside)
     record.rewritten = True
     return record
+
+
+def _without_packing(options: Options) -> Options:
+    """Weights stay as they lie, so the kernels of the model's own precision that want them packed are out."""
+    from moefx.kernels.registry import KERNELS
+
+    return replace(options, disable=(*options.disable, *(k.name for k in KERNELS if k.packs and not k.lossy)))
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -100,6 +100,10 @@ def _kernels(found: dict[str, Any]) -> dict[str, str]:
     lines = {}
     for kernel in KERNELS:
         where = ["this CPU (torch operations)"]
+        if kernel.name.startswith("cpu_"):
+            isa = build.isa()
+            lines[kernel.name] = f"this CPU (C++, {isa})" if isa is not None else f"not here: {build.why_not('experts')}"
+            continue
         if kernel.name == "grouped_mm":
             where.append("this CPU (C++, bf16 with few tokens an expert)" if native else f"no C++ form: {build.why_not('experts_bf16')}")
         if gpu:

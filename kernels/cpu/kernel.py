@@ -178,9 +178,7 @@ def _from_columns(w: torch.Tensor, scales: torch.Tensor, corrections: torch.Tens
     return panels.plain(w).float() * scales.unsqueeze(-1)
 
 
-_BUILT = Predicate(
-    "isa in ('avx512_bf16', 'avx512', 'avx2')", "a C++ compiler, and a CPU that has an instruction set the kernel is written for"
-)
+_BUILT = Predicate("isa in ('avx512_bf16', 'avx512', 'avx2')", "a C++ compiler, and an instruction set the kernel is written for")
 _NAMED = Predicate("activation != 'opaque'", "an activation kept as it was stays outside any kernel")
 _ARGUMENTS = "Tensor x, Tensor ids, Tensor weights"
 _BLOCKS = f"({_ARGUMENTS}, Tensor w13, Tensor s13, Tensor? b13, Tensor w2, Tensor s2, Tensor? b2, str activation, int first=0) -> Tensor"

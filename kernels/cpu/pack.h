@@ -33,7 +33,7 @@ template <typename T, int G>
 void copy_panel(const PackCall& c, int64_t e, int64_t panel) {
   T* packed = (T*)c.target + (e * c.panels + panel) * c.steps * G * kPanel;
   T* plain = (T*)c.source;
-  constexpr int64_t kTile = 32;
+  constexpr int64_t kTile = 32;  // a cache line of bf16
   for (int64_t begin = 0; begin < c.steps * G; begin += kTile) {
     const int64_t end = std::min(begin + kTile, c.steps * G), inside = std::min(end, c.inner);
     for (int lane = 0; lane < kPanel; ++lane) {

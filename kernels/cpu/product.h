@@ -8,7 +8,7 @@ namespace {
 constexpr int kMostRows = 192;       // rows of one block: they and a slice of a panel stay in the L2 cache
 constexpr int kGroup = 128;          // inner elements that share an FP8 scale
 constexpr int64_t kSlice = 1024;     // inner elements of a panel that several row tiles pass over
-constexpr int64_t kAhead = 4096;     // bytes of a panel fetched ahead of their use when they are used once
+constexpr int64_t kAhead = 8192;     // bytes of a panel fetched ahead of their use when they are used once
 
 struct Product {
   const uint8_t* const* rows;  // [count]
@@ -182,7 +182,8 @@ inline void product_fp8(const Product& p, uint8_t* decoded) {
           t.w[i] += begin * kBytes;
           t.prefetch.here[i] += begin * kBytes, t.prefetch.next[i] += begin * kBytes;
         }
-        t.prefetch.split = whole.prefetch.split - begin < 0 ? 0 : whole.prefetch.split - begin < t.steps ? whole.prefetch.split - begin : t.steps;
+        const int64_t split = whole.prefetch.split - begin;
+        t.prefetch.split = split < 0 ? 0 : split < t.steps ? split : t.steps;
         for (int r = 0; r < p.count; ++r) t.rows[r] = p.rows[r] + begin * Step::row_bytes;
         t.fresh = g == 0;
         factors(p, panel, 0, p.count, g, scale);

@@ -86,6 +86,11 @@ void on_threads(int64_t threads, GompParallel gomp, Function& function) {
   if (!own_pool().run(entry, &function, int(threads))) function();
 }
 
+// Alone in its cache line.
+struct Counter {
+  alignas(64) std::atomic<int64_t> value{0};
+};
+
 // Spin, then let others run: a machine may have fewer cores than threads.
 template <class Ready>
 void wait_until(Ready ready) {

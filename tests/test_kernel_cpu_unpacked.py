@@ -1,0 +1,91 @@
+"""The C++ form of the bf16 experts: against float64, independent of threads, and what happens where it can't be built."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_kernels_fp8 import exact, weights
+
+from moefx.activation.spec import Activation
+from moefx.kernels import grouped_mm
+from moefx.kernels.cpu import build, experts_bf16
+
+SIGMOID = [
+    Activation("swiglu"),
+    Activation("swiglu", "concat_up_first", 0.5, "pre"),
+    Activation("swiglu", "interleaved", 0.25, "post"),
+    Activation("swiglu_oai", "interleaved_up_first", 0.7, "pre", 1.702, 1.0),
+]
+needs_library = pytest.mark.skipif(
+    build.library("experts_bf16", experts_bf16.ISA) is None, reason=f"not built here: {build.why_not('experts_bf16')}"
+)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@needs_library
+@pytest.mark.parametrize("tokens", [1, 2, 7, 40])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("act", SIGMOID, ids=lambda a: f"{a.kind}-{a.columns}-{a.clamp}")
+def test_against_float64(act: Activation, bias: bool, tokens: int) -> None:
+    """No worse than the same experts in torch operations on the same bf16 weights, and close to float64."""
+    made = weights(act, experts=5, hidden=96, width=64, bias=bias, dtype=torch.bfloat16)
+    x, ids, w = torch.randn(tokens, 96).bfloat16(), torch.rand(tokens, 5).topk(2).indices, torch.rand(tokens, 2)
+    assert experts_bf16.takes(x, ids, made[0], made[2], act)
+    got = experts_bf16.run(x, ids, w, *made, act, 0).double()
+    torch_form = grouped_mm._one_by_one(x, ids, w, *made, act.encode(), 0).double()
+    want = exact(x, ids, w, made, act)
+    mine, theirs = (got - want).abs().mean(), (torch_form - want).abs().mean()
+    assert mine <= 1.1 * theirs + 1e-6
+    assert (got - want).abs().max() / want.abs().max() < 2e-2
+
+
+@needs_library
+def test_results_do_not_depend_on_threads() -> None:
+    made = weights(SIGMOID[0], hidden=96, width=64, dtype=torch.bfloat16)
+    x, ids, w = torch.randn(33, 96).bfloat16(), torch.rand(33, 4).topk(2).indices, torch.rand(33, 2)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            results.append(experts_bf16.run(x, ids, w, *made, SIGMOID[0], 0))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(r, results[0]) for r in results)
+
+
+@needs_library
+def test_foreign_ids_nan_and_large_values() -> None:
+    made = weights(SIGMOID[0], hidden=96, width=64, dtype=torch.bfloat16)
+    x, ids, w = torch.randn(6, 96).bfloat16(), torch.tensor([[0, 9]] * 6), torch.rand(6, 2)
+    x[2, 5] = float("nan")
+    x[3] *= 1e4
+    got = experts_bf16.run(x, ids, w, *made, SIGMOID[0], 0)
+    want = exact(x, ids[:, :1], w[:, :1], made, SIGMOID[0])
+    assert got[2].isnan().all()
+    rest = [0, 1, 3, 4, 5]
+    assert ((got[rest].double() - want[rest]).abs().amax(1) / want[rest].abs().amax(1)).max() < 2e-2
+    assert (experts_bf16.run(x[rest], torch.full((5, 2), -3), w[rest], *made, SIGMOID[0], 0) == 0).all()
+
+
+def test_without_a_compiler_torch_operations_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
+    build.library.cache_clear()
+    try:
+        assert build.library("experts_bf16", "avx512_bf16") is None
+        assert build.why_not("experts_bf16") == "no C++ compiler was found"
+        monkeypatch.setattr(build, "cpu_flags", frozenset)
+        assert build.library("experts_bf16", "avx2") is None
+        assert "this CPU has no avx2" in str(build.why_not("experts_bf16"))
+    finally:
+        monkeypatch.undo()
+        build.library.cache_clear()
+    monkeypatch.setattr(build, "library", lambda *_: None)
+    made = weights(SIGMOID[0], hidden=96, width=64, dtype=torch.bfloat16)
+    x, ids, w = torch.randn(3, 96).bfloat16(), torch.rand(3, 4).topk(2).indices, torch.rand(3, 2)
+    got = grouped_mm.KERNEL.op(x, ids, w, *made, SIGMOID[0].encode(), 0)
+    want = exact(x, ids, w, made, SIGMOID[0])
+    assert (got.double() - want).abs().max() / want.abs().max() < 3e-2
