@@ -9,8 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from moefx.activation.spec import Activation
+from moefx.contract import Predicate
 from moefx.kernels import fp8
 from moefx.kernels.base import Packed
+
+QUANTISABLE = Predicate(
+    "weight_format in ('bfloat16', 'float16', 'float32', 'float64', 'float8_e4m3fn')", "weights of one element a matrix entry are quantised"
+)
 
 
 def pack(

@@ -48,7 +48,10 @@ KERNEL = Kernel(
     name="fp8_fallback",
     contract=Contract(
         "fp8_fallback",
-        predicates=(Predicate("activation != 'opaque'", "an activation kept as it was stays outside any kernel"),),
+        predicates=(
+            Predicate("activation != 'opaque'", "an activation kept as it was stays outside any kernel"),
+            fp8_experts.QUANTISABLE,
+        ),
         precisions=("fp8",),
         targets=("cpu", "sm90", "sm100", "gfx942", "gfx950"),
     ),

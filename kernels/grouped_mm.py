@@ -94,6 +94,7 @@ KERNEL = Kernel(
         "grouped_mm",
         predicates=(
             Predicate("weight_format in ('bfloat16', 'float16', 'float32', 'float64')", "GEMMs run in the storage type"),
+            Predicate("target == 'cpu' or weight_format != 'float64'", "torch's grouped_mm on a GPU takes bf16, fp16 and fp32"),
             Predicate("target == 'cpu' or H % 8 == 0", "strides of torch's grouped_mm on a GPU are multiples of 16 bytes"),
             Predicate("target == 'cpu' or D % 8 == 0", "strides of torch's grouped_mm on a GPU are multiples of 16 bytes"),
         ),

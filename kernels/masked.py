@@ -1,7 +1,7 @@
 """The masked layout: a block of N rows for every expert of the rank, `masked_m` valid ones in front. Used by masked grouped GEMMs.
 
-N is the number of tokens rounded up to 128: no expert has more rows than there are tokens, a GEMM tile never reaches the next expert, and
-the sum of `masked_m` never exceeds N * K.
+N is the number of tokens, or of the fullest expert's rows where tokens name an expert twice, rounded up to 128: no expert overflows its
+block, a GEMM tile never reaches the next expert, and the sum of `masked_m` never exceeds N * K.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moefx.kernels import fp8
+from moefx.kernels import fp8, value_checks
+from moefx.prove import align
 
 ROWS = 128
 
@@ -24,6 +25,10 @@ class Layout:
     pair: torch.Tensor
     rows: int
 
+    def valid(self) -> torch.Tensor:
+        """[E, N, 1]: which rows hold a pair."""
+        return (torch.arange(self.rows, device=self.masked_m.device) < self.masked_m.unsqueeze(1)).unsqueeze(-1)
+
 
 def layout(ids: torch.Tensor, first: int, experts: int) -> Layout:
     """The layout of ids [T, K] on a rank that owns [first, first + experts)."""
@@ -33,8 +38,10 @@ def layout(ids: torch.Tensor, first: int, experts: int) -> Layout:
     keep = (local >= 0) & (local < experts)
     order, local = order[keep], local[keep]
     counts = torch.bincount(local, minlength=experts)
-    rows = max(ROWS, -(-ids.shape[0] // ROWS) * ROWS)
+    rows = max(ROWS, align(max(ids.shape[0], int(counts.max()) if experts else 0), ROWS))
     start = torch.cumsum(counts, 0) - counts
+    if value_checks.ON:
+        value_checks.require(int(counts.max()) <= rows, "max(masked_m) <= N", f"{int(counts.max())} rows, N = {rows}")
     slot = local * rows + torch.arange(local.numel(), device=ids.device) - start[local]
     return Layout(counts.to(torch.int32), slot, order, rows)
 

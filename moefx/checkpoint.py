@@ -6,9 +6,10 @@ routed and of the shared experts (quantisation often leaves the latter out). Whe
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,9 +38,10 @@ class Stored:
 
 
 def headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the folder's *.safetensors; empty where there are none. ValueError for a file that is no safetensors file."""
+    """Every tensor of the folder's *.safetensors; empty where there are none. ValueError for a missing shard or a file of another kind."""
     from safetensors import SafetensorError, safe_open
 
+    _check_shards(folder)
     found: dict[str, Stored] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -47,20 +49,42 @@ def headers(folder: Path) -> dict[str, Stored]:
                 for name in tensors.keys():  # noqa: SIM118  the object is no mapping
                     part = tensors.get_slice(name)
                     found[name] = Stored(tuple(part.get_shape()), _DTYPES.get(part.get_dtype(), part.get_dtype().lower()))
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is no safetensors file: {error}") from error
     return found
 
 
-def refine(layers: Iterable[Layer], tensors: Mapping[str, Stored]) -> list[Layer]:
-    """The config's layers with the stored formats and counts; one Layer for each kind that is stored differently."""
+def _check_shards(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists() or not any(folder.glob("*.safetensors")):
+        return
+    try:
+        wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index} is no index of shards: {error}") from error
+    missing = sorted(name for name in wanted if not (folder / name).exists())
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(wanted)} shards are missing in {folder}, {missing[0]} first; download them or pass config.json"
+        )
+
+
+def refine(layers: Sequence[Layer], tensors: Mapping[str, Stored], depth: int | None = None) -> list[Layer]:
+    """The config's layers with the stored formats and counts; one Layer for each kind that is stored differently.
+
+    Layers from `depth` on (the model's number of layers) are draft heads. A config with several kinds of layers stays as it is: headers
+    do not say which of them a layer is.
+    """
+    stored = {index: found for index, found in _by_layer(tensors).items() if depth is None or index < depth}
+    if len(layers) != 1 or not stored:
+        return list(layers)
     found: list[Layer] = []
-    stored = _by_layer(tensors)
     for layer in layers:
         kinds: dict[tuple[str, str | None], list[int]] = defaultdict(list)
         for index, (routed, shared) in stored.items():
             _check(layer, routed, shared)
-            kinds[next(iter(routed.values())).dtype, shared[1].dtype if shared else None].append(index)
+            formats = {tensor.dtype for tensor in routed.values()}
+            kinds[formats.pop() if len(formats) == 1 else "mixed", shared[1].dtype if shared else None].append(index)
         for (routed_format, shared_format), indices in kinds.items():
             own = (
                 replace(layer.shared, weight_format=shared_format)
@@ -69,24 +93,26 @@ def refine(layers: Iterable[Layer], tensors: Mapping[str, Stored]) -> list[Layer
             )
             name = layer.name if len(kinds) == 1 else f"{layer.name} ({_spans(indices)})"
             found.append(replace(layer, name=name, weight_format=routed_format, shared=own, count=len(indices)))
-        if not kinds:
-            found.append(layer)
     return found
 
 
 def _by_layer(tensors: Mapping[str, Stored]) -> dict[int, tuple[dict[str, Stored], tuple[str, Stored] | None]]:
     """Layer index -> (down projections of the routed experts by name, that of the shared expert)."""
-    routed: dict[int, dict[str, Stored]] = defaultdict(dict)
-    shared: dict[int, tuple[str, Stored]] = {}
+    routed: dict[str, dict[int, dict[str, Stored]]] = defaultdict(lambda: defaultdict(dict))
+    shared: dict[tuple[str, int], tuple[str, Stored]] = {}
     for name, tensor in tensors.items():
         at = _LAYER.search(name)
         if at is None or len(tensor.shape) < 2:
             continue
+        stack, index = name[: at.start()], int(at[1])
         if _SHARED.search(name):
-            shared[int(at[1])] = (name, tensor)
+            shared[stack, index] = (name, tensor)
         elif _ROUTED.search(name):
-            routed[int(at[1])][name] = tensor
-    return {index: (routed[index], shared.get(index)) for index in sorted(routed)}
+            routed[stack][index][name] = tensor
+    if not routed:
+        return {}
+    main = max(routed, key=lambda stack: len(routed[stack]))  # the others are draft heads and towers
+    return {index: (routed[main][index], shared.get((main, index))) for index in sorted(routed[main])}
 
 
 def _check(layer: Layer, routed: Mapping[str, Stored], shared: tuple[str, Stored] | None) -> None:
@@ -97,7 +123,7 @@ def _check(layer: Layer, routed: Mapping[str, Stored], shared: tuple[str, Stored
         raise ValueError(
             f"config.json says {layer.E_total} experts and the checkpoint has {experts} ({name}); one of them is of another model"
         )
-    if tensor.dtype == "uint8":  # packed below a byte a weight: the shape is not that of the matrix
+    if tensor.dtype in ("uint8", "i32"):  # packed below a byte a weight: the shape is not that of the matrix
         return
     if sorted(tensor.shape[-2:]) != sorted((layer.D, layer.H)):
         sizes = f"D = {layer.D}, H = {layer.H}"

@@ -117,13 +117,15 @@ def _print_matrix(reports: Sequence) -> None:
             shared = j["shared_expert"]
             refused = next((o for o in record.decision.candidates if o.first_failure()), None) if record.decision else None
             failed = refused.first_failure() if refused else None
-            why = f"{refused.kernel}: {failed.text} ({failed.lhs} vs {failed.rhs})" if refused and failed else ""
+            why = record.reason or ""
+            if record.rewritten and refused and failed:
+                why = f"{refused.kernel}: {failed.text} ({failed.lhs} vs {failed.rhs})"
             table.add_row(
                 report.options.target,
                 str(report.options.ep_size),
                 report.options.a2a,
                 str(j["dims"]["E"]),
-                j["experts"]["kernel"] or "left alone",
+                j["experts"]["kernel"] if record.rewritten else "left alone",
                 shared["placement"] if shared["present"] else "none",
                 why,
             )

@@ -116,6 +116,10 @@ class Pad:
     dim: str
     multiple: int
 
+    def __post_init__(self) -> None:
+        if self.dim not in ("D", "H") or self.multiple < 1:
+            raise ValueError(f"Pad({self.dim!r}, {self.multiple}) must name D or H and a multiple of at least 1")
+
 
 @dataclass(frozen=True)
 class Contract:

@@ -194,7 +194,7 @@ def facts(layer: Layer, options: Options, experts: int, shared_slots: int) -> di
         "target": options.target,
         "precision": options.precision,
         "a2a": options.a2a,
-        **({"isa": build.isa()} if options.target == "cpu" else {}),
+        **({"isa": build.planned_isa()} if options.target == "cpu" else {}),
     }
 
 
@@ -214,10 +214,12 @@ def bytes_moved(kernel: Kernel, known: Mapping[str, Any], unpadded: Mapping[str,
     return moved
 
 
-def expert_bytes(layer: Layer, decision: Decision) -> int:
+def expert_bytes(layer: Layer, decision: Decision) -> int | None:
     """Bytes of expert weights one rank holds of one layer: routed experts and slots as the kernel stores them, a separate shared expert as
-    the model does; FP8 scales of 128x128 blocks included, biases not."""
-    stored = (decision.kernel.weight_bytes if decision.kernel else None) or _BYTES.get(layer.weight_format, 2)
+    the model does; FP8 scales of 128x128 blocks included, biases not. None for a storage moefx does not know."""
+    stored = (decision.kernel.weight_bytes if decision.kernel else None) or _BYTES.get(layer.weight_format)
+    if stored is None:
+        return None
     hidden, width = decision.pad.get("H", layer.H), decision.pad.get("D", layer.D)
     matrices = 3 if layer.activation.gated else 2
     scales = 4 * align(hidden, 128) * align(width, 128) // 128**2 if stored == 1 else 0

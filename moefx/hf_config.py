@@ -38,10 +38,23 @@ def read(path: Path) -> dict[str, Any]:
 def layers(config: Mapping[str, Any]) -> list[Layer]:
     """One Layer for each kind of MoE layer; `count` is how many the model has. ValueError when the family or a size is unknown."""
     counts: dict[Layer, int] = {}
-    for inner, model_type in _language_models(config, ""):
-        for layer in _each_layer(inner, config, model_type):
-            counts[layer] = counts.get(layer, 0) + 1
+    try:
+        for inner, model_type in _language_models(config, ""):
+            for layer in _each_layer(inner, config, model_type):
+                _check(layer)
+                counts[layer] = counts.get(layer, 0) + 1
+    except (AttributeError, TypeError, IndexError) as error:
+        raise ValueError(f"the config has a value of another kind than its key takes: {error}") from error
     return [replace(layer, count=count) for layer, count in counts.items()]
+
+
+def _check(layer: Layer) -> None:
+    shared = layer.shared.D if layer.shared else 1
+    for what, size in (("hidden size", layer.H), ("intermediate size", layer.D), ("shared intermediate size", shared), ("top-k", layer.K)):
+        if size < 1:
+            raise ValueError(f"the config's {what} is {size}; it must be at least 1")
+    if layer.E_total < layer.K:
+        raise ValueError(f"the config has {layer.K} experts a token of {layer.E_total} experts; at most all of them can be chosen")
 
 
 def _language_models(config: Mapping[str, Any], outer_type: str) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -84,7 +97,8 @@ def _layer(keys: Keys, family: Family, index: int, dtype: str, quantisation: Map
     reads = int(keys.get(family.latent, default=hidden)) if family.latent else hidden
     width = _width(keys, family, index)
     top_k = family.top_k if isinstance(family.top_k, int) else int(_of_layer(keys.need(*family.top_k), index))
-    format_ = "float8_e4m3fn" if quantisation.get("quant_method") == "fp8" else dtype
+    method = quantisation.get("quant_method")
+    format_ = dtype if method is None else "float8_e4m3fn" if method == "fp8" else str(method)
     activation = _activation(keys, family, _limit(keys, family, index, "swiglu_limits"))
     projected = "the shared expert reads the hidden states, the experts a projection of them" if reads != hidden else None
     return Layer(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 A2A = ("auto", "none", "all_to_all", "deepep", "mori")
 PRECISIONS = ("preserve", "fp8", "fp8_weight_only", "int8")
 TARGETS = ("cpu", "sm90", "sm100", "gfx942", "gfx950")
+PASSES = ("normalize", "raise_experts", "raise_shared_expert", "fuse_shared_expert", "pad_experts")
+"""Passes that may be left out by `disable`; the others carry out what was decided."""
 PER_RANK_SLOT = frozenset({"deepep", "mori"})  # one physical shared-expert slot on every rank (facts of both backends)
 
 
@@ -31,6 +33,18 @@ def check_choice(what: str, value: object, allowed: tuple[str, ...]) -> None:
     """ValueError that names the value and what would have been right."""
     if value not in allowed:
         raise ValueError(f"{what}={value!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
+
+
+def check_disable(disable: object) -> tuple[str, ...]:
+    """The names as a tuple. ValueError for one that is no pass and no kernel, TypeError for what is no name or sequence of names."""
+    from moefx.kernels.registry import KERNELS
+
+    if not isinstance(disable, (str, list, tuple, set, frozenset)):
+        raise TypeError(f"disable={disable!r} must be a name of a pass or kernel, or a tuple of such names")
+    names = (disable,) if isinstance(disable, str) else tuple(disable)
+    for name in names:
+        check_choice("disable", name, (*PASSES, *(k.name for k in KERNELS)))
+    return names
 
 
 def check_ep_size(ep_size: object) -> None:

@@ -18,9 +18,9 @@ from moefx.decision import Decision, check_divides, decide
 from moefx.discover import Candidate
 from moefx.errors import NotRewrittenError
 from moefx.graph import text
-from moefx.options import A2A, PRECISIONS, TARGETS, Options, check_choice, check_ep_size, resolve_a2a
+from moefx.options import A2A, PRECISIONS, TARGETS, Options, check_choice, check_disable, check_ep_size, resolve_a2a
 from moefx.reports import REPORT_KEY, LayerRecord, Report
-from moefx.rewrite import DISABLABLE, Lowered, Ranks, Traced, lower, trace
+from moefx.rewrite import Lowered, Ranks, Traced, lower, trace
 from moefx.signature import signature
 from moefx.verify import TOLERANCE, block_inputs, outputs_differ
 
@@ -92,12 +92,8 @@ def check_arguments(
     check_choice("precision", precision, PRECISIONS)
     if target is not None:
         check_choice("target", target, TARGETS)
-    from moefx.kernels.registry import KERNELS
-
-    for name in [disable] if isinstance(disable, str) else disable:
-        check_choice("disable", name, (*DISABLABLE, *(k.name for k in KERNELS)))
+    disabled = check_disable(disable)
     ranks = _ranks(group, ep_size)
-    disabled = (disable,) if isinstance(disable, str) else tuple(disable)
     options = Options(
         ep_size, resolve_a2a(a2a, ep_size, ranks is not None), precision, target or target_of(model), disabled, ranks is not None
     )
@@ -232,12 +228,34 @@ def _rewrite(
     traced, candidate = _trace_once(candidate, options, example, traces)
     if isinstance(traced, LayerRecord):
         return traced
-    decision = decide(traced.layer, options)
-    record = _record(candidate.name, traced, decision, False)
-    record.before = text(traced.capture.graph.graph)
-    if decision.kernel is None:
-        return record
     block = result.get_submodule(candidate.name)
+    failures: tuple[str, ...] = ()
+    while True:
+        decision = decide(traced.layer, options)
+        decision = replace(decision, warnings=(*failures, *decision.warnings))
+        record = _record(candidate.name, traced, decision, False)
+        record.before = text(traced.capture.graph.graph)
+        if decision.kernel is None:
+            record.reason = "; ".join((*failures, record.reason or ""))
+            return record
+        try:
+            _carry_out(record, candidate, block, traced, options, ranks, verify)
+        except Exception as error:
+            if ranks is not None:  # the other ranks would go on with another kernel
+                raise
+            failures += (f"kernel {decision.kernel.name} failed on this layer: {first_line(error)}",)
+            options = replace(options, disable=(*options.disable, decision.kernel.name))
+        else:
+            record.seconds = time.perf_counter() - started
+            return record
+
+
+def _carry_out(
+    record: LayerRecord, candidate: Candidate, block: nn.Module, traced: Traced, options: Options, ranks: Ranks | None, verify: bool
+) -> None:
+    """Lower, check and swap in what was decided; `record` says how it went."""
+    decision = record.decision
+    assert decision is not None
     lowered = lower(traced, decision, options, ranks)
     record.after = text(lowered.graph.graph)
     forward = build_forward(block, traced, lowered)
@@ -246,15 +264,12 @@ def _rewrite(
         if not record.check["passed"]:
             found, allowed = record.check["relative_error"], record.check["tolerance"]
             record.reason = f"the check failed: relative error {found:.1e}, allowed {allowed:.0e}; the block stays as it was"
-            record.seconds = time.perf_counter() - started
-            return record
+            return
     if lowered.local is not None:
         _keep_own_weights(block, lowered, forward)
     block.__dict__["forward"] = forward
     record.rewritten = True
     record.packed_bytes = forward.pack.new_bytes() if forward.pack is not None else 0
-    record.seconds = time.perf_counter() - started
-    return record
 
 
 def build_forward(block: nn.Module, traced: Traced, lowered: Lowered) -> swap.BlockForward:
@@ -297,7 +312,9 @@ def _check(
         tolerance = max(tolerance, TOLERANCE[torch.bfloat16])
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for inputs in block_inputs(list(traced.capture.inputs.values()), traced.routed.experts, traced.routed.top_k, generator):
+        sizes = _both_sides(decision.guard) if decision.guard else ()
+        example = list(traced.capture.inputs.values())
+        for inputs in block_inputs(example, traced.routed.experts, traced.routed.top_k, generator, sizes):
             arguments = dict(zip(traced.capture.inputs, inputs, strict=True)) | dict(traced.capture.constants)
             got, was = forward(**arguments), type(original).forward(original, **arguments)
             want = was if wanted is None else wanted(**arguments)
@@ -318,6 +335,16 @@ def _check(
         "distance_to_original": distance,
         "seconds": round(time.perf_counter() - started, 3),
     }
+
+
+def _both_sides(guard: str) -> tuple[int, ...]:
+    """The largest and the smallest number of tokens up to 2,048 for which a guard holds, and for which it does not."""
+    from moefx.prove import compiled, parse, truth
+
+    code = compiled(parse(guard))
+    holds = [truth(code, {"T": n}) for n in range(1, 2049)]
+    ends = [[n for n, h in enumerate(holds, 1) if h == side] for side in (True, False)]
+    return tuple(dict.fromkeys(n for found in ends if found for n in (found[0], found[-1])))
 
 
 def _keep_own_weights(block: nn.Module, lowered: Lowered, forward: swap.BlockForward) -> None:

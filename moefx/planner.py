@@ -11,7 +11,7 @@ from moefx import checkpoint, hf_config
 from moefx.decision import decide
 from moefx.layer import Layer
 from moefx.models import BUILT_IN
-from moefx.options import A2A, PRECISIONS, TARGETS, Options, check_choice, check_ep_size, resolve_a2a
+from moefx.options import A2A, PRECISIONS, TARGETS, Options, check_choice, check_disable, check_ep_size, resolve_a2a
 from moefx.reports import LayerRecord, Report
 
 
@@ -37,12 +37,12 @@ def plan(
         check_choice("target", target, TARGETS)
     if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):
         raise ValueError(f"tokens={tokens!r} must be an integer of at least 0: the tokens of one call")
-    options = Options(ep_size, resolve_a2a(a2a, ep_size, False), precision, target or "cpu", tuple(disable), tokens=tokens)
+    options = Options(ep_size, resolve_a2a(a2a, ep_size, False), precision, target or "cpu", check_disable(disable), tokens=tokens)
     if isinstance(model_or_config, (str, Path)):
         name, config = _named(model_or_config)
         layers = hf_config.layers(config)
         if Path(name).is_dir():
-            layers = checkpoint.refine(layers, checkpoint.headers(Path(name)))
+            layers = checkpoint.refine(layers, checkpoint.headers(Path(name)), _depth(config))
         return _from_layers(name, layers, options)
     if isinstance(model_or_config, dict):
         return _from_layers(str(model_or_config.get("model_type", "config")), hf_config.layers(model_or_config), options)
@@ -52,6 +52,13 @@ def plan(
         config = model_or_config.to_dict()
         return _from_layers(str(config.get("model_type", "config")), hf_config.layers(config), options)
     raise TypeError(f"moefx.plan expects a name, a path, a config or a torch.nn.Module, got {type(model_or_config).__name__}")
+
+
+def _depth(config: dict[str, Any]) -> int | None:
+    """The number of decoder layers, where the config says it."""
+    inner = config.get("text_config")
+    found = (inner if isinstance(inner, dict) else config).get("num_hidden_layers")
+    return found if isinstance(found, int) else None
 
 
 def _named(name: str | Path) -> tuple[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import CodeType
 from typing import Any
 
 
@@ -21,12 +22,22 @@ class Range:
     maximum: int | None = None
     multiple_of: int = 1
 
+    def __post_init__(self) -> None:
+        if self.multiple_of < 1:
+            raise ValueError(f"a range in steps of {self.multiple_of} has no sizes; multiple_of must be at least 1")
+
 
 @dataclass(frozen=True)
 class Derived:
     """A dim that is an expression of other facts, like `align(T, 128)`: a size that moefx itself picks."""
 
     text: str
+
+    def __post_init__(self) -> None:
+        tree = _checked_nodes(self.text)
+        if _is_condition(tree):
+            raise ValueError(f"predicate {self.text!r}: a size was expected, not a condition")
+        _check_kinds(tree, self.text)
 
 
 Values = Mapping[str, Any]
@@ -47,13 +58,41 @@ FUNCTIONS = {"min": min, "max": max, "align": align}
 
 def check(text: str, names: tuple[str, ...]) -> None:
     """ValueError, with the text in it, for what is not a predicate over `names`."""
+    tree = _checked_nodes(text)
+    if not _is_condition(tree):
+        raise ValueError(f"predicate {text!r}: a condition was expected, like `{text} > 0`")
+    _check_kinds(tree, text)
+    unknown = sorted(free_names(tree) - set(names))
+    if unknown:
+        raise ValueError(f"predicate {text!r}: {', '.join(unknown)} is no dim and no fact; known are {', '.join(names)}")
+
+
+def _is_condition(tree: ast.AST) -> bool:
+    return isinstance(tree, (ast.BoolOp, ast.Compare)) or isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.Not)
+
+
+def _check_kinds(tree: ast.expr, text: str) -> None:
+    """Conditions joined by and, or, not; sizes everywhere else: a condition is never a number."""
+    for node in ast.walk(tree):
+        joins = isinstance(node, ast.BoolOp) or isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+        children = [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)]
+        if joins and not all(_is_condition(c) for c in children):
+            raise ValueError(f"predicate {text!r}: and, or, not join conditions, not sizes")
+        if not joins and any(_is_condition(c) for c in children):
+            raise ValueError(f"predicate {text!r}: a condition stands where a size was expected")
+
+
+def _is_function(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id in FUNCTIONS and not call.keywords and len(call.args) == 2
+
+
+def _checked_nodes(text: str) -> ast.expr:
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
         raise ValueError(f"predicate {text!r} does not parse: {error.msg}") from error
     compares = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
     members = [c for node in compares for op, c in zip(node.ops, node.comparators, strict=True) if isinstance(op, (ast.In, ast.NotIn))]
-    called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Tuple) and node not in members:
             raise ValueError(f"predicate {text!r}: a tuple stands only behind `in`")
@@ -61,11 +100,9 @@ def check(text: str, names: tuple[str, ...]) -> None:
             raise ValueError(f"predicate {text!r}: {node.value!r} is no integer, text, bool or None")
         if not isinstance(node, _NODES):
             raise ValueError(f"predicate {text!r}: {type(node).__name__} is not part of the predicate language")
-        if isinstance(node, ast.Call):
-            if not isinstance(node.func, ast.Name) or node.func.id not in FUNCTIONS or node.keywords or len(node.args) != 2:
-                raise ValueError(f"predicate {text!r}: only {', '.join(FUNCTIONS)} of two values may be called")
-        elif isinstance(node, ast.Name) and node not in called and node.id not in names:
-            raise ValueError(f"predicate {text!r}: {node.id} is no dim and no fact; known are {', '.join(names)}")
+        if isinstance(node, ast.Call) and not _is_function(node):
+            raise ValueError(f"predicate {text!r}: only {', '.join(FUNCTIONS)} of two values may be called")
+    return tree
 
 
 @cache
@@ -91,9 +128,13 @@ class _Substitute(ast.NodeTransformer):
 
 
 def expand(tree: ast.expr, facts: Values) -> ast.expr:
-    """The tree with every `Derived` fact written out."""
+    """The tree with every `Derived` fact written out. ValueError where one is made of itself."""
+    depth = 0
     while derived := {n: parse(facts[n].text) for n in free_names(tree) if isinstance(facts.get(n), Derived)}:
         tree = _Substitute(derived).visit(ast.parse(ast.unparse(tree), mode="eval").body)
+        depth += 1
+        if depth > len(facts):
+            raise ValueError(f"the facts {', '.join(sorted(derived))} are derived from each other")
     return ast.parse(ast.unparse(tree), mode="eval").body
 
 
@@ -103,9 +144,11 @@ def substituted(tree: ast.expr, values: Values) -> ast.expr:
 
 
 def value_at(fact: Any, facts: Values, at: Values) -> Any:
-    """A derived fact at one assignment."""
-    tree = expand(parse(fact.text), facts)
-    return _evaluate(tree, at)
+    """A derived fact at one assignment; None where it is not defined."""
+    try:
+        return _evaluate(expand(parse(fact.text), facts), at)
+    except ZeroDivisionError:
+        return None
 
 
 def shown(value: Any) -> Any:
@@ -120,17 +163,21 @@ def shown(value: Any) -> Any:
     return f"{value.minimum}..{upper}" + (f" in steps of {value.multiple_of}" if value.multiple_of > 1 else "")
 
 
-def truth(tree: ast.expr, values: Values) -> bool:
-    """The predicate on concrete values; a division by zero is no truth."""
+def truth(tree: ast.expr | CodeType, values: Values) -> bool:
+    """The predicate on concrete values; a division by zero, or a comparison of what has no order, is no truth."""
     try:
         return bool(_evaluate(tree, values))
-    except ZeroDivisionError:
+    except (ZeroDivisionError, TypeError):
         return False
 
 
-def _evaluate(tree: ast.expr, values: Values) -> Any:
-    """The text was checked to be a small expression."""
-    code = compile(ast.Expression(ast.fix_missing_locations(tree)), "<predicate>", "eval")
+def compiled(tree: ast.expr) -> CodeType:
+    """The tree as code, for many evaluations. The text was checked to be a small expression."""
+    return compile(ast.Expression(ast.fix_missing_locations(tree)), "<predicate>", "eval")
+
+
+def _evaluate(tree: ast.expr | CodeType, values: Values) -> Any:
+    code = compiled(tree) if isinstance(tree, ast.expr) else tree
     return eval(code, {"__builtins__": {}, **FUNCTIONS}, dict(values))  # noqa: S307
 
 
@@ -140,7 +187,7 @@ def sides(tree: ast.expr, values: Values) -> tuple[int | None, int | None]:
         return None, None
     try:
         left, right = _evaluate(tree.left, values), _evaluate(tree.comparators[0], values)
-    except ZeroDivisionError:
+    except (ZeroDivisionError, TypeError):
         return None, None
     return (left, right) if all(isinstance(s, int) and not isinstance(s, bool) for s in (left, right)) else (None, None)
 
@@ -190,11 +237,17 @@ def is_symbolic(value: Any) -> bool:
 
 def with_symbols(tree: ast.expr, values: Values) -> str:
     """The status by what torch's ShapeEnv knows already; no guard is added."""
-    if any(isinstance(v, Range) for v in values.values()):
+    if any(isinstance(v, Range) for v in values.values()) or not _divides(tree, values):
         return "unknown"
     if _known(tree, values, True):
         return "proved"
     return "refuted" if _known(tree, values, False) else "unknown"
+
+
+def _divides(tree: ast.expr, values: Values) -> bool:
+    """Whether every divisor is statically known not to be zero."""
+    divisors = [n.right for n in ast.walk(tree) if isinstance(n, ast.BinOp) and isinstance(n.op, (ast.FloorDiv, ast.Mod))]
+    return all(_known(ast.Compare(d, [ast.NotEq()], [ast.Constant(0)]), values, True) for d in divisors)
 
 
 def _known(tree: ast.expr, values: Values, wanted: bool) -> bool:
@@ -213,8 +266,8 @@ def _known(tree: ast.expr, values: Values, wanted: bool) -> bool:
     pairs = [ast.Compare(a, [op], [b]) for a, op, b in zip(ends, tree.ops, ends[1:], strict=False)]
     try:
         found = [_symbolic(p, values) for p in pairs]
-    except ZeroDivisionError:
-        return not wanted
+    except (ZeroDivisionError, TypeError):
+        return False
     return (all if wanted else any)(statically_known_true(f if wanted else sym_not(f)) for f in found)
 
 

@@ -55,6 +55,8 @@ class LayerRecord:
         found["dims"] = {"E_total": layer.E_total, "E": experts, "D": layer.D, "G": layer.D // 128, "H": layer.H, "K": layer.K}
         found["activation"] = {**layer.activation.to_json(), "rounding": self.rounding, "opaque_reason": self.opaque_reason}
         found["experts"] = decision.experts_json() if decision else {"kernel": None, "candidates": []}
+        if not self.rewritten:
+            found["experts"]["kernel"] = None
         shared = layer.shared
         found["shared_expert"] = {
             "present": shared is not None,
@@ -69,12 +71,16 @@ class LayerRecord:
             "seconds": round(self.seconds, 3),
             "packed_bytes": self.packed_bytes,
             "count": layer.count,
-            "expert_bytes_per_rank": expert_bytes(layer, decision) * layer.count if decision else None,
+            "expert_bytes_per_rank": _times(expert_bytes(layer, decision), layer.count) if decision else None,
             "dtype": layer.dtype,
         }
         if decision and decision.warnings:
             found["warnings"] = list(decision.warnings)
         return found
+
+
+def _times(each: int | None, count: int) -> int | None:
+    return None if each is None else each * count
 
 
 class Report:

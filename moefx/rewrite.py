@@ -32,9 +32,6 @@ from moefx.passes.raise_shared_expert import RaisedShared
 from moefx.reports import LayerRecord
 from moefx.verify import region_differs
 
-DISABLABLE = ("normalize", "raise_experts", "raise_shared_expert", "fuse_shared_expert", "pad_experts")
-"""Passes that may be left out; the others carry out what was decided."""
-
 
 @dataclass
 class Traced:

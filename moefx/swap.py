@@ -208,9 +208,18 @@ def invalidate(model: nn.Module) -> None:
             forward.pack.invalidate()
 
 
+class _KernelCalls(fx.Tracer):
+    """What fx reads a pickled graph with: packing functions stay calls, as they were."""
+
+    def __init__(self) -> None:
+        from moefx.kernels.registry import KERNELS
+
+        super().__init__(autowrap_functions=tuple({k.pack for k in KERNELS}))
+
+
 def stripped(module: fx.GraphModule) -> fx.GraphModule:
     """The same module over a graph without metadata, so that it pickles and deep-copies."""
-    new = fx.Graph()
+    new = fx.Graph(tracer_cls=_KernelCalls)
     new.output(new.graph_copy(module.graph, {}))
     attributes = {n.target: getattr(module, str(n.target)) for n in new.nodes if n.op == "get_attr"}
     return fx.GraphModule(attributes, new)

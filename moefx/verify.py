@@ -262,6 +262,8 @@ def outputs_differ(got: Any, want: Any) -> tuple[float, float]:
         return float("inf"), float("inf")
     absolute = relative = 0.0
     for x, y in zip(a, b, strict=True):
+        if isinstance(y, torch.Tensor) and (not isinstance(x, torch.Tensor) or x.dtype != y.dtype or x.shape != y.shape):
+            return float("inf"), float("inf")
         if isinstance(y, torch.Tensor) and y.is_floating_point():
             relative = max(
                 relative,
@@ -273,10 +275,12 @@ def outputs_differ(got: Any, want: Any) -> tuple[float, float]:
     return absolute, relative
 
 
-def block_inputs(example: Sequence[torch.Tensor], experts: int, top_k: int, generator: torch.Generator) -> Iterator[list[torch.Tensor]]:
-    """Inputs of the whole block, after the example's shapes: one token, a few, enough for every expert, identical tokens."""
+def block_inputs(
+    example: Sequence[torch.Tensor], experts: int, top_k: int, generator: torch.Generator, more: Sequence[int] = ()
+) -> Iterator[list[torch.Tensor]]:
+    """Inputs of the whole block, after the example's shapes: one token, a few, enough for every expert, identical tokens, and `more`."""
     lead = tuple(example[0].shape[:-1])
-    for tokens, same in ((1, False), (5, False), (_enough(experts, top_k), False), (16, True)):
+    for tokens, same in ((1, False), (5, False), (_enough(experts, top_k), False), (16, True), *((n, False) for n in more)):
         yield [_like_example(e, lead, tokens, same, generator) for e in example]
 
 

@@ -89,3 +89,29 @@ def test_no_weights_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"not a header")
     with pytest.raises(ValueError, match="is no safetensors file"):
         moefx.plan(tmp_path)
+
+
+def test_draft_heads_and_towers_are_not_counted(tmp_path: Path) -> None:
+    tensors = {
+        **stacked(0),
+        **stacked(1),
+        **stacked(4),
+        **{n.replace("model.language_model", "mtp"): t for n, t in stacked(0, experts=8).items()},
+    }
+    (only,) = moefx.plan(folder(tmp_path, tensors)).layers
+    assert only["count"] == 2 and only["dims"]["E_total"] == 4
+
+
+def test_missing_shards_are_an_error(tmp_path: Path) -> None:
+    folder(tmp_path, stacked(0))
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"1 of 2 shards are missing .*model-00002"):
+        moefx.plan(tmp_path)
+
+
+def test_experts_of_several_formats_have_no_kernel(tmp_path: Path) -> None:
+    tensors = per_expert(0, 4, torch.bfloat16)
+    tensors["model.layers.0.mlp.experts.2.down_proj.weight"] = torch.zeros(256, 128).to(torch.float8_e4m3fn)
+    (only,) = moefx.plan(folder(tmp_path, tensors), target="sm90").layers
+    assert not only["rewritten"] and "weight_format = mixed" in only["reason"]

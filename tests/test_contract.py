@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -161,3 +162,33 @@ def test_a_guard_is_for_what_depends_on_tokens_alone() -> None:
     assert contract.evaluate({**known, "D": 60}, guards=True).status == "refuted"
     assert contract.evaluate({**known, "D": Range(8)}, guards=True).status == "refuted"
     assert Contract("k", (Predicate("T < 0"),)).evaluate({"T": Range(0)}, guards=True).status == "refuted", "no T would ever pass"
+
+
+@pytest.mark.parametrize("text", ["T + (E > 1) >= 1", "(T >= 1) == True", "not T % 4", "T and E >= 1", "T", "min(T > 1, 2) >= 1"])
+def test_a_condition_is_never_a_number(text: str) -> None:
+    with pytest.raises(ValueError, match="predicate"):
+        Predicate(text)
+
+
+def test_facts_that_make_no_sense() -> None:
+    for step in (0, -2):
+        with pytest.raises(ValueError, match="multiple_of"):
+            Range(0, None, step)
+    for text in ("T +", "T / 2", "T > 1"):
+        with pytest.raises(ValueError, match="predicate"):
+            Derived(text)
+    with pytest.raises(ValueError, match="derived from each other"):
+        status("N >= 1", N=Derived("E"), E=Derived("N"))
+    assert status("limit <= 10", limit=None) == "refuted"
+    assert status("T >= 9 or N >= 5", N=Derived("64 // T"), T=Range(0)) == "refuted"
+
+
+def test_traced_sizes_that_may_be_zero_divide_nothing() -> None:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    env = ShapeEnv()
+    unbacked = env.create_unbacked_symint()
+    torch._check(unbacked >= 0)
+    assert status("64 // T >= 0", T=unbacked) == "unknown"
+    assert status("not (T // (E - 5) > 1)", T=unbacked, E=5) == "unknown"
+    assert status("T >= 0", T=unbacked) == "proved"

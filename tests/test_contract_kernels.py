@@ -12,6 +12,7 @@ import torch
 from moefx.activation.spec import Activation
 from moefx.contract import Contract, evaluate
 from moefx.kernels.base import Kernel
+from moefx.kernels.cpu import build
 from moefx.kernels.registry import KERNELS, by_name
 from moefx.placement import GLOBAL_SLOT, RANK_SLOT
 from moefx.prove import FUNCTIONS, Derived, Range, names_in
@@ -167,7 +168,7 @@ def runs(kernel: Kernel, rng: random.Random) -> bool:
 
 
 def _isa() -> str | None:
-    return None
+    return build.isa()
 
 
 @pytest.mark.parametrize("name", [k.name for k in KERNELS])

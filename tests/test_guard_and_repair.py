@@ -154,3 +154,55 @@ def test_deep_gemm_padding_for_sizes_off_its_blocks() -> None:
     assert by_name["deep_gemm_fp8_masked"]["status"] == "refuted"
     assert by_name["deep_gemm_fp8_masked+pad"]["status"] == "proved"
     assert by_name["deep_gemm_fp8_masked+pad"]["repair"] == "zeros: D 2880 -> 2944, H 2880 -> 2944"
+
+
+def test_a_guard_that_divides_by_the_tokens_takes_the_other_kernel_without_any(registered: Any) -> None:
+    registered(kernel("few", "64 // T >= 1"))
+    block = blocks.Gathered().eval()
+    result = moefx.optimize(block)
+    assert moefx.report(result).layers[0]["experts"]["guard"] == "(64 // T >= 1)"
+    with torch.no_grad():
+        assert result(torch.zeros(1, 0, blocks.H)).shape == (1, 0, blocks.H)
+
+
+@pytest.mark.parametrize("guard", ["T > 300", "T == 7", "T <= 4"])
+def test_a_kernel_that_is_wrong_under_its_guard_alone_is_found_out(guard: str, registered: Any) -> None:
+    registered(replace(kernel("few", guard), op=lambda *a: 1.5 * ops.experts(*a)))
+    block = blocks.Gathered().eval()
+    layer_found = moefx.report(moefx.optimize(block)).layers[0]
+    assert not layer_found["rewritten"] and "check failed" in layer_found["reason"]
+
+
+def _raises(*arguments: Any) -> Any:
+    raise RuntimeError("no room in shared memory")
+
+
+@pytest.mark.parametrize("broken", [{"pack": _raises}, {"op": _raises}])
+def test_a_kernel_that_fails_is_named_and_the_next_one_runs(broken: dict[str, Any], registered: Any) -> None:
+    registered(replace(kernel("few", "T >= 0"), **broken))
+    found = moefx.report(moefx.optimize(blocks.Gathered().eval())).layers[0]
+    assert found["rewritten"] and found["experts"]["kernel"] != "few"
+    assert "kernel few failed on this layer" in found["warnings"][0] and "no room" in found["warnings"][0]
+
+
+def test_an_op_of_another_dtype_is_found_out(registered: Any) -> None:
+    registered(replace(kernel("few", "T >= 0"), op=lambda *a: ops.experts(*a).double()))
+    assert not moefx.report(moefx.optimize(blocks.Gathered().eval())).layers[0]["rewritten"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"name": "a b"}, ValueError, "one name in lower_case"),
+        ({"contract": Contract("other", ())}, ValueError, "'few' and 'other'"),
+        ({"contract": Contract("few", (), targets=("tpu",))}, ValueError, "target='tpu'"),
+        ({"contract": Contract("few", ("D >= 1",))}, ValueError, "Predicate objects"),  # type: ignore[arg-type]
+    ],
+)
+def test_register_checks_what_it_is_given(change: dict[str, Any], error: type[Exception], text: str, registered: Any) -> None:
+    with pytest.raises(error, match=text):
+        registered(replace(kernel("few", "T >= 0"), **change))
+    with pytest.raises(TypeError, match="got str"):
+        registered("hello")
+    with pytest.raises(ValueError, match="Pad"):
+        Pad("D", 0)

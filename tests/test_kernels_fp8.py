@@ -188,3 +188,16 @@ def test_pack_orders_gate_before_up() -> None:
     back = fp8.dequantize_blocks(q, s)
     torch.testing.assert_close(back[:, :128], w13[:, 1::2], atol=0.15, rtol=0.07)
     torch.testing.assert_close(back[:, 128:], w13[:, 0::2], atol=0.15, rtol=0.07)
+
+
+@pytest.mark.parametrize("name", ["fp8_fallback", "jit_ep", "deep_gemm_fp8_masked", "deep_gemm_bf16_masked"])
+@pytest.mark.parametrize("experts", [1, 3])
+def test_tokens_that_name_an_expert_twice_overflow_no_block(name: str, experts: int) -> None:
+    torch.manual_seed(0)
+    kernel = by_name(name)
+    w13, w2 = torch.randn(experts, 1024, 128).bfloat16() * 0.09, torch.randn(experts, 128, 512).bfloat16() * 0.05
+    x, ids = torch.randn(130, 128).bfloat16(), torch.zeros(130, 2, dtype=torch.int64)
+    weights, act = torch.rand(130, 2), Activation("swiglu").encode()
+    packed = kernel.pack(w13, None, w2, None, act)
+    got, want = kernel.op(x, ids, weights, *packed, act).float(), kernel.reference(x, ids, weights, *packed, act).float()
+    assert (got - want).abs().max() < 0.02 * want.abs().max()

@@ -394,7 +394,7 @@ return (%9, %10)""",
 
     def test_the_plan_sees_the_block(self) -> None:
         _, routed, shared = self.with_shared()
-        decision = decide(layer_of("mlp", routed, shared), Options(ep_size=2))
+        decision = decide(layer_of("mlp", routed, shared), Options(ep_size=2, target="sm90"))
         assert decision.kernel is KERNEL
         assert (decision.placement, decision.slots, decision.E) == ("fused", 1, 4)
 

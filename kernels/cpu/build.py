@@ -35,11 +35,21 @@ def isa(name: str = "experts") -> str | None:
     return next((i for i in INSTRUCTIONS if library(name, i) is not None), None)
 
 
+def planned_isa(name: str = "experts") -> str | None:
+    """The same as far as it is known without building: the host's instruction sets and compiler, and builds that failed in this process."""
+    has = _compiler() is not None and name not in _REASONS
+    return next((i for i, flags in INSTRUCTIONS.items() if has and cpu_flags() >= set(flags)), None)
+
+
+def _compiler() -> str | None:
+    return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+
+
 @functools.cache
 def library(name: str, isa: str) -> ctypes.CDLL | None:
     """The library of `<name>.cpp` beside this file for an instruction set, or None."""
     missing = [f for f in INSTRUCTIONS[isa] if f not in cpu_flags()]
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    compiler = _compiler()
     if missing:
         _REASONS[name] = f"this CPU has no {', '.join(missing)}"
     elif compiler is None:

@@ -100,14 +100,20 @@ def unpack(packed: Packed, hidden: int, width: int, activation: str) -> Packed:
     )
 
 
-def _pack_quantised(storage: int):
-    def pack(w13, b13, w2, b2, activation) -> Packed:
-        """(w13, scales (, corrections), b13, w2, scales (, corrections), b2) in panels."""
-        gated = Activation.decode(activation).gated
-        first, second = panels.pack(w13, storage, gated, activation), panels.pack(w2, storage, False, activation)
-        return *first, panels.pack_bias(b13, gated, activation), *second, panels.pack_bias(b2, False, activation)
+def _pack_fp8(w13, b13, w2, b2, activation) -> Packed:
+    """(w13, scales, b13, w2, scales, b2) in panels of e4m3."""
+    return _pack_quantised(FP8, w13, b13, w2, b2, activation)
 
-    return pack
+
+def _pack_int8(w13, b13, w2, b2, activation) -> Packed:
+    """(w13, scales, corrections, b13, w2, scales, corrections, b2) in panels of int8."""
+    return _pack_quantised(INT8, w13, b13, w2, b2, activation)
+
+
+def _pack_quantised(storage: int, w13, b13, w2, b2, activation) -> Packed:
+    gated = Activation.decode(activation).gated
+    first, second = panels.pack(w13, storage, gated, activation), panels.pack(w2, storage, False, activation)
+    return *first, panels.pack_bias(b13, gated, activation), *second, panels.pack_bias(b2, False, activation)
 
 
 def _plain_reference(x, ids, weights, w13, b13, w2, b2, activation, first=0):
@@ -209,7 +215,7 @@ PACKED = Kernel(
 FP8_BLOCKS = Kernel(
     name="cpu_fp8",
     contract=Contract("cpu_fp8", predicates=(_BUILT, _NAMED), precisions=("fp8",)),
-    pack=_pack_quantised(FP8),
+    pack=_pack_fp8,
     op=ops.define(f"experts_cpu_fp8{_BLOCKS}", _fp8, _fake, device="CPU"),
     reference=_quantised_reference(_as_groups, _from_blocks),
     lossy=True,
@@ -223,7 +229,7 @@ FP8_WEIGHTS = Kernel(
         predicates=(_BUILT, _NAMED, Predicate("dtype == 'bfloat16'", "activations are multiplied as bf16")),
         precisions=("fp8_weight_only",),
     ),
-    pack=_pack_quantised(FP8),
+    pack=_pack_fp8,
     op=ops.define(f"experts_cpu_fp8_weight_only{_BLOCKS}", _fp8_weight_only, _fake, device="CPU"),
     reference=_quantised_reference(_as_bf16, _from_blocks),
     lossy=True,
@@ -241,7 +247,7 @@ INT8_COLUMNS = Kernel(
         ),
         precisions=("int8",),
     ),
-    pack=_pack_quantised(INT8),
+    pack=_pack_int8,
     op=ops.define(
         f"experts_cpu_int8({_ARGUMENTS}, Tensor w13, Tensor s13, Tensor c13, Tensor? b13, Tensor w2, Tensor s2, Tensor c2, Tensor? b2, "
         "str activation, int first=0) -> Tensor",

@@ -42,7 +42,8 @@ def _fp8(name: str, x, ids, weights, q13, s13, b13, q2, s2, b2, activation, firs
     rows = at.scatter(quantised.view(torch.uint8)).view(fp8.E4M3)
     h = at.gemm((rows, at.scatter(scales)), (q13, s13), x.dtype)
     h = at.add(h, b13)
-    y = at.gemm(fp8.quantize_groups(act(h.float()).to(h.dtype), True), (q2, s2), x.dtype)
+    quantised, scales = fp8.quantize_groups(act(h.float()).to(h.dtype), True)
+    y = at.gemm((quantised, at.clear(scales)), (q2, s2), x.dtype)
     return at.combine(at.add(y, b2), weights).to(x.dtype)
 
 
@@ -69,7 +70,7 @@ class _Masked:
     def gemm(self, a: Any, b: Any, dtype: torch.dtype) -> torch.Tensor:
         rows, weight = (a[0], b[0]) if isinstance(a, tuple) else (a, b)
         if rows.is_cuda:
-            d = rows.new_empty(rows.shape[0], rows.shape[1], weight.shape[1], dtype=dtype)
+            d = rows.new_zeros(rows.shape[0], rows.shape[1], weight.shape[1], dtype=dtype)
             return library.call(self.name, a, b, d, self.at.masked_m, self.expected)
         if isinstance(a, tuple):
             _check_scales(a[1], b[1])
@@ -81,6 +82,10 @@ class _Masked:
 
     def add(self, h: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return h if bias is None else h + bias.unsqueeze(1)
+
+    def clear(self, scales: torch.Tensor) -> torch.Tensor:
+        """Scales [E, N, G] with 0 past masked_m: the library reads them too."""
+        return torch.where(self.at.valid(), scales, 0)
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return masked.combine(y, weights, self.at)
@@ -116,6 +121,9 @@ class _Contiguous:
     def add(self, h: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return h if bias is None else h + bias[self.at.ids.clamp_min(0).long()]
 
+    def clear(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales
+
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return contiguous.combine(y, weights, self.at)
 
@@ -142,10 +150,11 @@ _COMMON = (
     Predicate("dtype == 'bfloat16'", "the library writes bf16"),
     Predicate("activation != 'opaque'", "an activation kept as it was stays outside any kernel"),
     Predicate("E >= 1", "the library asserts at least one group"),
-    Predicate("2 * D % 8 == 0", "output rows of the first product in units of 16 bytes"),
-    Predicate("H % 8 == 0", "output rows of the second product in units of 16 bytes"),
+    Predicate("D % 8 == 0", "rows of what the first product writes and the second reads, in units of 16 bytes"),
+    Predicate("H % 8 == 0", "rows of what the first product reads and the second writes, in units of 16 bytes"),
 )
 _FP8 = (
+    fp8_experts.QUANTISABLE,
     Predicate("H % 128 == 0", "scales cover 128 of the first product's inner size"),
     Predicate("D % 128 == 0", "scales cover 128 of the second product's inner size"),
 )
@@ -156,7 +165,7 @@ _BF16 = (
 )
 _MASKED = (Predicate("N % 128 == 0", "a partial tile overwrites the next expert's rows, and nothing asserts it"),)
 _CHECKS = {
-    "masked": ("max(masked_m) <= N", "rows past masked_m have scale 0"),
+    "masked": ("max(masked_m) <= N",),
     "contiguous": ("group_start % alignment == 0",),
 }
 

@@ -50,6 +50,7 @@ KERNEL = Kernel(
             Predicate("activation == 'swiglu'", "the fused formula is silu(gate) * up"),
             Predicate("clamp in (None, 'pre')", "its clamp comes before the activation"),
             Predicate("bias == False", "no bias is added between the GEMMs"),
+            fp8_experts.QUANTISABLE,
         ),
         value_checks=("sum(masked_m) <= N * K",),
         precisions=("fp8",),
