@@ -14,29 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import moefx
-
-
-def build(layers: int) -> torch.nn.Module:
-    """Random weights; every size of a layer's experts as published, attention and vocabulary small."""
-    from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
-
-    config = Qwen3_5MoeTextConfig(
-        num_hidden_layers=layers, vocab_size=1024, layer_types=["full_attention"] * layers, max_position_embeddings=4096
-    )
-    with torch.device("meta"):
-        model = Qwen3_5MoeForCausalLM(config).to(torch.bfloat16)
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.zero_()
-            else:
-                parameter.normal_(0, 0.2 if name.endswith("gate.weight") else parameter.shape[-1] ** -0.5)
-        for module in model.modules():
-            if hasattr(module, "inv_freq"):
-                module.inv_freq.copy_(1.0 / 10000 ** (torch.arange(module.inv_freq.numel()) / module.inv_freq.numel()))
-    return model.eval()
+from moefx.bench_model import build
 
 
 def interleaved(functions: list, rounds: int) -> list[float]:

@@ -25,6 +25,7 @@ class Kernel:
     reference: the same call in plain PyTorch with the same quantisation. `lossy`: the numbers are those of a lower precision.
     weight_bytes: of one packed weight (None: the model's own type); row_bytes: written and read per row and intermediate column between
     the two GEMMs. Both serve estimates alone.
+    unpack(packed, H, D, activation) -> (w13, b13, w2, b2), bit for bit; None where packing rounds.
     packs: pack makes new tensors, so weights must be packed before a call (not where a graph is compiled as it stands).
     """
 
@@ -37,6 +38,7 @@ class Kernel:
     weight_bytes: int | None = None
     row_bytes: int = 12
     packs: bool = False
+    unpack: Callable[[Packed, int, int, str], Packed] | None = None
 
     def __reduce__(self) -> tuple[Callable[[str], Kernel], tuple[str]]:
         """Pickled by name: ops are looked up again where the kernel is loaded."""

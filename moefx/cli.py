@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="routed experts against other ways to run them, on this CPU",
         description="Medians of one interleaved run, ratios (peer / moefx) and the share of this machine's measured floor.",
     )
+    bench.add_argument("--model", action="store_true", help="a whole model instead: prefill and generate of Qwen3.5-35B-A3B layers")
+    bench.add_argument("--layers", type=int, default=4, help="layers of that model")
+    bench.add_argument("--compiled", action="store_true", help="with --model: torch.compile of transformers' form too (minutes)")
     bench.add_argument("--shape", default="2048,512,128,8", help="H,D,E,K: hidden size, intermediate size, experts, experts a token")
     bench.add_argument("--tokens", default="1,16,64,256", help="tokens of a call; several with commas between")
     bench.add_argument("--dtype", default="bfloat16", help="bfloat16, float16, float32, fp8, int8")
@@ -52,8 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from moefx import bench
+    from moefx import bench, bench_model
 
+    if options.model:
+        whole = bench_model.end_to_end(options.layers, compiled=options.compiled)
+        print(json.dumps(whole, indent=2) if options.json else bench_model.text(whole))
+        return 0
     peers = options.peers.split(",") if options.peers else None
     shape, tokens = _numbers(options.shape, "--shape"), _numbers(options.tokens, "--tokens")
     found = bench.bench(shape, tokens, options.dtype, peers, options.seconds, options.routing)

@@ -67,16 +67,29 @@ def optimize(
     examples = _example_calls(model, candidates, example_inputs) if example_inputs is not None else {}
     result = model if inplace else swap.copy_sharing_tensors(model)
     traces: dict[Hashable, Traced] = {}
-    records = [_guarded(result, c, options, ranks, examples.get(c.name), verify, traces) for c in candidates]
+    records = []
+    for c in candidates:
+        records.append(_guarded(result, c, options, ranks, examples.get(c.name), verify, traces))
+        if inplace and records[-1].rewritten and ranks is None:
+            _release(result, records[-1])
     left = [r for r in records if not r.rewritten]
     if strict and (left or not records):
         for _, forward in swap.swapped(result) if inplace else ():
             forward.block.__dict__.pop("forward", None)
+            if forward.pack is not None:
+                forward.pack.restore()
         text = "; ".join(f"{r.name or type(model).__name__}: {r.reason}" for r in left) or "no mixture-of-experts layer was found"
         raise NotRewrittenError(f"strict=True and not every layer was rewritten: {text}")
     skipped = [] if records else [{"name": type(model).__name__, "reason": "no mixture-of-experts layer was found"}]
     result.__dict__[REPORT_KEY] = Report(options, records, skipped, type(model).__name__)
     return result
+
+
+def _release(model: nn.Module, record: LayerRecord) -> None:
+    from moefx.release import release
+
+    block = model.get_submodule(record.name)
+    record.freed_bytes = release(model, block, block.__dict__["forward"])
 
 
 def check_arguments(

@@ -22,7 +22,8 @@ REPORT_KEY = "_moefx_report"
 class LayerRecord:
     """One layer. `layer` and `decision` are None where the trace did not get that far; `check` is the design's object.
 
-    `packed_bytes`: memory taken by repacked weights beside the model's own; `before`/`after`: graph text.
+    `packed_bytes`: memory taken by repacked weights; `freed_bytes`: of parameters that live on in them alone (`inplace=True`);
+    `before`/`after`: graph text.
     """
 
     name: str
@@ -36,6 +37,7 @@ class LayerRecord:
     opaque_reason: str | None = None
     seconds: float = 0.0
     packed_bytes: int = 0
+    freed_bytes: int = 0
     before: str = ""
     after: str = ""
 
@@ -70,6 +72,7 @@ class LayerRecord:
             "check": self.check,
             "seconds": round(self.seconds, 3),
             "packed_bytes": self.packed_bytes,
+            "freed_bytes": self.freed_bytes,
             "count": layer.count,
             "expert_bytes_per_rank": _times(expert_bytes(layer, decision), layer.count) if decision else None,
             "dtype": layer.dtype,
@@ -221,7 +224,9 @@ def _notes(report: Report) -> list[str]:
     lines += [f"{s['name']}: skipped: {s['reason']}" for s in report.skipped]
     packed = sum(r.packed_bytes for r in report.records)
     if packed:
-        lines.append(f"repacked weights: {packed / 2**20:.1f} MiB beside the model's own")
+        freed = sum(r.freed_bytes for r in report.records)
+        where = f", {freed / 2**20:.1f} MiB of parameters freed" if freed else " beside the model's own"
+        lines.append(f"repacked weights: {packed / 2**20:.1f} MiB{where}")
     return list(dict.fromkeys(lines))
 
 

@@ -11,7 +11,7 @@ import copy
 import inspect
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,9 +60,15 @@ class Pack:
         self._packed: tuple[torch.Tensor, ...] = ()
         self._seen: list[weakref.ref[torch.Tensor]] = []
         self._storages: list[StorageWeakRef] = []
+        self._way_back: Callable[..., list[torch.Tensor]] | None = None
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
         tensors = [s() for s in self.sources]
+        if self._way_back is not None:
+            if all(t.is_meta and t.dtype == dtype for t, dtype in zip(tensors, self._dtypes, strict=True)):
+                return self._packed
+            self.restore()
+            tensors = [s() for s in self.sources]
         if any(t.is_inference() for t in tensors):  # torch counts no versions of these: a kept pack could be stale
             with torch.no_grad():
                 return self.function(*tensors)
@@ -80,16 +86,44 @@ class Pack:
         return any(ref() is not t for ref, t in zip(self._seen, tensors, strict=True)) or any(s.expired() for s in self._storages)
 
     def invalidate(self) -> None:
-        self._key, self._packed = None, ()
+        if self._way_back is None:
+            self._key, self._packed = None, ()
+
+    def hold(self, way_back: Callable[..., list[torch.Tensor]]) -> None:
+        """Keep the packed tensors for good and free the sources; `way_back(packed, like)` makes them again."""
+        self._packed, self._way_back = self(), way_back
+        self._dtypes = [ref().dtype for ref in self.sources]
+        for ref in self.sources:
+            old = ref()
+            ref.owner._parameters[ref.name] = nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=old.requires_grad)
+
+    def values(self) -> list[tuple[WeightRef, torch.Tensor]]:
+        """The released sources with their values."""
+        if self._way_back is None:
+            return []
+        with torch.no_grad():
+            kinds = zip(self.sources, self._dtypes, strict=True)
+            made = self._way_back(self._packed, [torch.empty(ref().shape, dtype=dtype, device="meta") for ref, dtype in kinds])
+        return [(ref, value) for ref, value in zip(self.sources, made, strict=True) if ref().is_meta]
+
+    def restore(self) -> None:
+        """Bring released sources back, in the type their parameters have now."""
+        for ref, value in self.values():
+            old = ref()
+            ref.owner._parameters[ref.name] = nn.Parameter(value.to(old.dtype), requires_grad=old.requires_grad)
+        self._way_back = None
 
     def new_bytes(self) -> int:
         """Bytes of packed tensors that are no views of the weights."""
+        if self._way_back is not None:
+            return sum(p.untyped_storage().nbytes() for p in self._packed)
         own = {t.untyped_storage().data_ptr() for t in (s() for s in self.sources)}
         fresh = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self() if p.untyped_storage().data_ptr() not in own}
         return sum(fresh.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_key": None, "_packed": (), "_seen": [], "_storages": []}
+        packed = self._packed if self._way_back is not None else ()
+        return {**self.__dict__, "_key": None, "_packed": packed, "_seen": [], "_storages": []}
 
 
 class BlockForward:
@@ -185,6 +219,8 @@ class BlockForward:
     def _as_it_was(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.sharded:
             raise RuntimeError(f"this call needs the block as it was ({reason}), but this process keeps only its own experts")
+        if self.pack is not None:
+            self.pack.restore()
         if reason not in self.calls_left_alone and not reason.startswith("router logits"):
             warnings.warn(f"moefx: {type(self.block).__name__} ran as it was: {reason}", stacklevel=3)
         self.calls_left_alone[reason] = self.calls_left_alone.get(reason, 0) + 1

@@ -28,6 +28,7 @@ INSTRUCTIONS = {
 """CPU flags, as /proc/cpuinfo names them, of each instruction set kernels are written for; the best first."""
 
 _REASONS: dict[str, str] = {}
+_FAILED: set[tuple[str, str]] = set()
 
 
 def isa(name: str = "experts") -> str | None:
@@ -37,8 +38,9 @@ def isa(name: str = "experts") -> str | None:
 
 def planned_isa(name: str = "experts") -> str | None:
     """The same as far as it is known without building: the host's instruction sets and compiler, and builds that failed in this process."""
-    has = _compiler() is not None and name not in _REASONS
-    return next((i for i, flags in INSTRUCTIONS.items() if has and cpu_flags() >= set(flags)), None)
+    if _compiler() is None:
+        return None
+    return next((i for i, flags in INSTRUCTIONS.items() if cpu_flags() >= set(flags) and (name, i) not in _FAILED), None)
 
 
 def _compiler() -> str | None:
@@ -59,6 +61,7 @@ def library(name: str, isa: str) -> ctypes.CDLL | None:
             return ctypes.CDLL(str(_built(name, isa, compiler)))
         except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             text = getattr(error, "stderr", None) or str(error)
+            _FAILED.add((name, isa))
             _REASONS[name] = f"the build failed: {text.strip().splitlines()[0] if text.strip() else type(error).__name__}"
     return None
 

@@ -202,6 +202,7 @@ PACKED = Kernel(
         precisions=("preserve", "fp8", "fp8_weight_only", "int8"),
     ),
     pack=_pack,
+    unpack=unpack,
     op=ops.define(
         f"experts_cpu_packed({_ARGUMENTS}, Tensor w13, Tensor? b13, Tensor w2, Tensor? b2, str activation, int first=0) -> Tensor",
         _packed,
