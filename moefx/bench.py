@@ -15,7 +15,7 @@ import torch
 
 from moefx import decision
 from moefx.activation.spec import Activation
-from moefx.bench_peers import PEERS, Case, Missing, Run
+from moefx.bench_peers import MADE_FOR_EACH, PEERS, Case, Missing, Run
 from moefx.layer import Layer
 from moefx.options import Options
 
@@ -48,16 +48,18 @@ def bench(
     found: dict[str, Any] = {"shape": list(shape), "dtype": dtype, "routing": routing, "threads": torch.get_num_threads(), "rows": []}
     missing: dict[str, str] = {}
     ours, found["kernel"] = _moefx(w13, w2, top_k, dtype)
+    contenders: dict[str, Run] = {"moefx": ours}
     canary = torch.ones(CANARY_BYTES // 8, dtype=torch.int64)
     with torch.inference_mode():
         for count in tokens:
             case = Case(hidden, width, experts, top_k, count, dtype, w13, w2)
-            contenders: dict[str, Run] = {"moefx": ours}
             for name in peers if peers is not None else PEERS:
                 try:
-                    contenders[name] = PEERS[name](case)
+                    if name not in contenders or name in MADE_FOR_EACH:
+                        contenders[name] = PEERS[name](case)
                 except Missing as reason:
-                    missing[name if count == tokens[-1] else f"{name} at {count} tokens"] = str(reason)
+                    contenders.pop(name, None)
+                    missing[f"{name} at {count} tokens" if name in MADE_FOR_EACH else name] = str(reason)
             found["rows"].append(_row(case, contenders, canary, seconds, routing))
     found["missing"] = missing
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -23,8 +24,8 @@ def build(layers: int) -> Any:
         num_hidden_layers=layers, vocab_size=1024, layer_types=["full_attention"] * layers, max_position_embeddings=4096
     )
     with torch.device("meta"):
-        model = Qwen3_5MoeForCausalLM(config).to(torch.bfloat16)
-    model.to_empty(device="cpu")
+        model: Any = Qwen3_5MoeForCausalLM(config)
+    model.to(torch.bfloat16).to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -51,7 +52,7 @@ def end_to_end(layers: int = 4, prompt: int = 64, new_tokens: int = 16, rounds: 
     ids = torch.randint(0, 1024, (1, prompt), generator=torch.Generator().manual_seed(0))
     forms: dict[str, Callable[[], Any]] = {"moefx": lambda: result}
     for name in ("eager", "grouped_mm"):
-        forms[f"transformers_{name}"] = lambda name=name: _with_form(model, name)
+        forms[f"transformers_{name}"] = functools.partial(_with_form, model, name)
     if compiled:
         copy = copy_sharing_tensors(_with_form(model, "grouped_mm"))
         copy.forward = torch.compile(copy.forward)

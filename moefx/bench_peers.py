@@ -140,6 +140,8 @@ def zentorch_fused_moe(case: Case) -> Run:
     return run
 
 
+MADE_FOR_EACH = frozenset({"transformers_batched_mm_compiled"})
+"""Peers made anew for each number of tokens; the others keep their packed weights over a run."""
 PEERS: dict[str, Callable[[Case], Run]] = {
     f.__name__: f
     for f in (
