@@ -111,7 +111,7 @@ def test_every_kernel_is_a_candidate_somewhere_and_grouped_mm_is_the_last_resort
                 found = layer(name, target=target, precision=precision)
                 assert found["experts"]["kernel"] in {k.name for k in KERNELS}, (name, target)
     assert layer("mixtral-8x7b", precision="fp8", target="sm90", disable=("fp8_fallback", "jit_ep"))["experts"]["kernel"] == "grouped_mm"
-    assert "own precision" in layer("mixtral-8x7b", precision="int8")["warnings"][0]
+    assert "own precision" in layer("mixtral-8x7b", precision="int8", target="sm90")["warnings"][0]
 
 
 def test_precision_is_never_lowered_unless_asked() -> None:
@@ -231,4 +231,4 @@ def test_html_shows_the_graphs_of_a_traced_module(tmp_path: Path) -> None:
     report = moefx.report(moefx.optimize(blocks.Gathered().eval()))
     report.to_html(str(tmp_path / "report.html"))
     text = (tmp_path / "report.html").read_text()
-    assert "graph before" in text and "moefx.experts_grouped_mm" in text
+    assert "graph before" in text and "moefx.experts_" in text
