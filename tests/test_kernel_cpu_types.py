@@ -46,12 +46,12 @@ def test_against_reference_and_float64(quantised, act: Activation, hidden: int, 
 
 
 def test_fp8_agrees_with_the_other_fp8_kernels() -> None:
-    """The same blocks, scales and groups where sizes are whole blocks."""
-    made = weights(SWIGLU, 4, 256, 128, True, torch.bfloat16)
-    x, ids, w = torch.randn(50, 256).bfloat16(), torch.rand(50, 4).topk(2).indices, torch.rand(50, 2)
+    """The same blocks, scales and groups where sizes are whole blocks; in fp32, since those kernels round products to a half type."""
+    made = weights(SWIGLU, 4, 256, 128, True)
+    x, ids, w = torch.randn(50, 256), torch.rand(50, 4).topk(2).indices, torch.rand(50, 2)
     text, other = SWIGLU.encode(), fp8_fallback.KERNEL
     got = kernel.FP8_BLOCKS.op(x, ids, w, *kernel.FP8_BLOCKS.pack(*made, text), text, 0)
-    assert relative(got, other.reference(x, ids, w, *other.pack(*made, text), text, 0)) < 8e-3
+    assert relative(got, other.reference(x, ids, w, *other.pack(*made, text), text, 0)) < 1e-3
 
 
 def test_packed_codes_are_those_of_torch() -> None:

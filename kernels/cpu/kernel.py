@@ -19,7 +19,7 @@ from moefx.contract import Contract, Predicate
 from moefx.kernels import fp8
 from moefx.kernels.base import Kernel, Packed
 from moefx.kernels.cpu import panels
-from moefx.kernels.cpu.panels import FP8, FP8_WEIGHT_ONLY, INT8, TYPES
+from moefx.kernels.cpu.panels import FP8, FP8_WEIGHT_ONLY, INT8, OWN, TYPES
 
 _KINDS = {"swiglu": 0, "swiglu_oai": 1, "geglu": 2, "geglu_tanh": 3, "relu2": 4, "silu": 5}
 _CLAMPS = {None: 0, "pre": 1, "post": 2}
@@ -81,8 +81,8 @@ def _fake(x, *rest, **named):
 def _pack(w13, b13, w2, b2, activation) -> Packed:
     """(w13, b13, w2, b2) in panels, in their own type."""
     gated = Activation.decode(activation).gated
-    (p13,) = panels.pack(w13, TYPES[w13.dtype], gated, activation)
-    (p2,) = panels.pack(w2, TYPES[w2.dtype], False, activation)
+    (p13,) = panels.pack(w13, OWN, gated, activation)
+    (p2,) = panels.pack(w2, OWN, False, activation)
     return p13, panels.pack_bias(b13, gated, activation), p2, panels.pack_bias(b2, False, activation)
 
 

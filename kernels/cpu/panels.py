@@ -28,6 +28,7 @@ from moefx.kernels.cpu import build
 PANEL = 64
 GROUP = 128
 BF16, F16, F32, FP8, FP8_WEIGHT_ONLY, INT8 = range(6)
+OWN = -1  # the storage of the weights' own type
 TYPES = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 _DEPTH = {BF16: 2, F16: 1, F32: 1, FP8: 2, INT8: 4}
 
@@ -78,10 +79,18 @@ def _empty(w: torch.Tensor, storage: int, gated: bool) -> list[torch.Tensor]:
 
 
 def _pack(w: torch.Tensor, storage: int, gated: bool, activation: str) -> list[torch.Tensor]:
+    w = w if w.dtype in TYPES else w.float()
+    storage = TYPES[w.dtype] if storage == OWN else storage
     made = _empty(w, storage, gated)
     loaded().moefx_large_pages(ctypes.c_void_p(made[0].data_ptr()), ctypes.c_int64(made[0].nbytes))
     _copy(w, made, storage, gated, activation, False)
     return made
+
+
+def _pack_fake(w: torch.Tensor, storage: int, gated: bool, activation: str) -> list[torch.Tensor]:
+    del activation
+    w = w if w.dtype in TYPES else w.float()
+    return _empty(w, TYPES[w.dtype] if storage == OWN else storage, gated)
 
 
 def _copy(w: torch.Tensor, made: list[torch.Tensor], storage: int, gated: bool, activation: str, back: bool) -> None:
@@ -96,14 +105,17 @@ def _copy(w: torch.Tensor, made: list[torch.Tensor], storage: int, gated: bool, 
         raise MemoryError("packing weights for the CPU kernel ran out of memory")
 
 
-_pack_op: Any = ops.define(
-    "cpu_pack(Tensor w, int storage, bool gated, str activation) -> Tensor[]", _pack, lambda w, s, gated, _: _empty(w, s, gated)
-)
+_pack_op: Any = ops.define("cpu_pack(Tensor w, int storage, bool gated, str activation) -> Tensor[]", _pack, _pack_fake)
+_TENSORS = {OWN: 1, FP8: 2, INT8: 3}
 
 
-def pack(w: torch.Tensor, storage: int, gated: bool, activation: str) -> list[torch.Tensor]:
-    """The tensors of the table for weights [E, N, K] in any strides; `gated`: N holds gate and up as the activation's columns say."""
-    return _pack_op(w if w.dtype in TYPES else w.float(), storage, gated, activation)
+def pack(w: torch.Tensor, storage: int, gated: bool, activation: str) -> tuple[torch.Tensor, ...]:
+    """The tensors of the table for weights [E, N, K] in any strides; `gated`: N holds gate and up as the activation's columns say.
+
+    One op and indices into its result: a graph that packs is traced again when it is copied.
+    """
+    made = _pack_op(w, storage, gated, activation)
+    return tuple(made[i] for i in range(_TENSORS[storage]))
 
 
 def unpack(panels: torch.Tensor, shape: tuple[int, int, int], gated: bool, activation: str) -> torch.Tensor:
@@ -113,15 +125,20 @@ def unpack(panels: torch.Tensor, shape: tuple[int, int, int], gated: bool, activ
     return plain
 
 
-def pack_bias(bias: torch.Tensor | None, gated: bool, activation: str) -> torch.Tensor | None:
-    """[E, N] -> fp32 [E, 64 P] in the panels' order."""
-    if bias is None:
-        return None
+def _pack_bias(bias: torch.Tensor, gated: bool, activation: str) -> torch.Tensor:
     if not gated:
-        return F.pad(bias.float(), (0, -bias.shape[1] % PANEL))
+        return F.pad(bias.to(torch.float32, copy=True), (0, -bias.shape[1] % PANEL))
     half = PANEL // 2
     sides = [F.pad(s.float(), (0, -s.shape[1] % half)).unflatten(1, (-1, half)) for s in Activation.decode(activation).split(bias)]
     return torch.cat(sides, 2).flatten(1)
+
+
+_pack_bias_op: Any = ops.define("cpu_pack_bias(Tensor bias, bool gated, str activation) -> Tensor", _pack_bias, _pack_bias)
+
+
+def pack_bias(bias: torch.Tensor | None, gated: bool, activation: str) -> torch.Tensor | None:
+    """[E, N] -> fp32 [E, 64 P] in the panels' order."""
+    return None if bias is None else _pack_bias_op(bias, gated, activation)
 
 
 def unpack_bias(packed: torch.Tensor | None, columns: int, gated: bool, activation: str, dtype: torch.dtype) -> torch.Tensor | None:
