@@ -114,7 +114,8 @@ def _row(case: Case, contenders: dict[str, Run], canary: torch.Tensor, seconds: 
     started = time.perf_counter()
     while time.perf_counter() - started < seconds or len(bandwidths) < 5:
         bandwidths.append(limits.bytes_a_second(canary))
-        for name, run in contenders.items():
+        first = len(bandwidths) % len(contenders)  # nobody always follows the same neighbour
+        for name, run in [*contenders.items()][first:] + [*contenders.items()][:first]:
             call = calls[len(bandwidths) % COUNT]
             begin = time.perf_counter()
             run(*call)

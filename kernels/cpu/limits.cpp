@@ -1,6 +1,10 @@
-// What this machine can do, measured: bytes read from memory a second and products a second in registers.
+// What this machine can do, measured: bytes read from memory a second, and products a second in registers.
+//
+// The work runs on torch's own OpenMP threads when the caller passes libgomp's entry point: they spin for milliseconds after a parallel
+// region and would take the cores from threads of our own. Time is counted from the moment every thread has begun.
 #include <immintrin.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <thread>
@@ -8,100 +12,113 @@
 
 namespace {
 
-double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+using GompParallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+struct Job {
+  void (*work)(const Job&, int thread);
+  const char* from;
+  int64_t count;
+  int threads;
+  std::atomic<int> begun{0}, next{0};
+  std::atomic<double> start{0};
+};
+
+void enter(void* data) {
+  Job& job = *static_cast<Job*>(data);
+  const int thread = job.next++;
+  if (++job.begun == job.threads) job.start = now();
+  while (job.begun < job.threads) {
+  }
+  job.work(job, thread);
 }
 
-template <typename Work>
-double timed(int threads, Work work) {
-  std::vector<std::thread> others;
-  const auto start = std::chrono::steady_clock::now();
-  for (int t = 1; t < threads; ++t) others.emplace_back(work, t);
-  work(0);
-  for (auto& other : others) other.join();
-  return seconds_since(start);
-}
-
-// Two streams a thread keep more reads in flight than one.
-int64_t read(const char* from, int64_t bytes) {
-  const int64_t half = bytes / 2 / 128 * 128;
-  const char* other = from + half;
-#ifdef __AVX512F__
-  __m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;
-  for (int64_t i = 0; i < half; i += 128) {
-    _mm_prefetch(from + i + 1024, _MM_HINT_T0), _mm_prefetch(other + i + 1024, _MM_HINT_T0);
-    a = _mm512_or_si512(a, _mm512_loadu_si512(from + i)), b = _mm512_or_si512(b, _mm512_loadu_si512(from + i + 64));
-    c = _mm512_or_si512(c, _mm512_loadu_si512(other + i)), d = _mm512_or_si512(d, _mm512_loadu_si512(other + i + 64));
+double seconds(Job& job, GompParallel parallel) {
+  if (parallel != nullptr) {
+    parallel(enter, &job, job.threads, 0);
+  } else {
+    std::vector<std::thread> others;
+    for (int t = 1; t < job.threads; ++t) others.emplace_back(enter, &job);
+    enter(&job);
+    for (auto& other : others) other.join();
   }
-  return _mm512_reduce_or_epi64(_mm512_or_si512(_mm512_or_si512(a, b), _mm512_or_si512(c, d)));
-#else
-  __m256i a = _mm256_setzero_si256(), b = a;
-  for (int64_t i = 0; i < half; i += 32) {
-    a = _mm256_or_si256(a, _mm256_loadu_si256((const __m256i*)(from + i)));
-    b = _mm256_or_si256(b, _mm256_loadu_si256((const __m256i*)(other + i)));
-  }
-  alignas(32) int64_t out[4];
-  _mm256_store_si256((__m256i*)out, _mm256_or_si256(a, b));
-  return out[0] | out[1] | out[2] | out[3];
-#endif
-}
-
-// 24 independent accumulators, as the kernels' tiles have.
-template <typename Vector, typename Step>
-int64_t spin(int64_t rounds, Vector zero, Step step) {
-  Vector sums[24];
-  for (auto& s : sums) s = zero;
-  for (int64_t i = 0; i < rounds; ++i) {
-#pragma GCC unroll 24
-    for (int j = 0; j < 24; ++j) {
-      sums[j] = step(sums[j]);
-      asm volatile("" : "+v"(sums[j]));
-    }
-  }
-  int64_t out = 0;
-  for (auto& s : sums) out += reinterpret_cast<int64_t*>(&s)[0];
-  return out;
+  return now() - job.start;
 }
 
 volatile int64_t sink;
+
+#ifdef __AVX512F__
+using Vector = __m512i;
+using Floats = __m512;
+Vector load(const char* at) { return _mm512_loadu_si512(at); }
+Vector join(Vector a, Vector b) { return _mm512_xor_si512(a, b); }
+#else
+using Vector = __m256i;
+using Floats = __m256;
+Vector load(const char* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
+Vector join(Vector a, Vector b) { return _mm256_xor_si256(a, b); }
+#endif
+constexpr int64_t kWidth = sizeof(Vector);
+
+// Two streams a thread, prefetched, keep more reads in flight than one.
+void read(const Job& job, int thread) {
+  const int64_t half = job.count / job.threads / 2 / (4 * kWidth) * (4 * kWidth);
+  const char* a = job.from + 2 * half * thread;
+  const char* b = a + half;
+  Vector sums[8] = {};
+  for (int64_t k = 0; k < half; k += 4 * kWidth) {
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) {
+      sums[q] = join(sums[q], load(a + k + q * kWidth)), sums[4 + q] = join(sums[4 + q], load(b + k + q * kWidth));
+      _mm_prefetch(a + k + q * kWidth + 4096, _MM_HINT_T0), _mm_prefetch(b + k + q * kWidth + 4096, _MM_HINT_T0);
+    }
+  }
+  for (int q = 1; q < 8; ++q) sums[0] = join(sums[0], sums[q]);
+  sink = reinterpret_cast<const int64_t*>(&sums[0])[0];
+}
+
+// Twelve chains of one instruction, so that its latency never counts.
+#define CHAIN(text, i) text " %12,%12,%" #i "\n"
+#define CHAINS(name, text)                                                                                                       \
+  void name(const Job& job, int) {                                                                                               \
+    Floats x{}, a{}, b{}, c{}, d{}, e{}, f{}, g{}, h{}, i{}, j{}, k{}, l{};                                                      \
+    for (int64_t n = 0; n < job.count; ++n)                                                                                      \
+      asm volatile(CHAIN(text, 0) CHAIN(text, 1) CHAIN(text, 2) CHAIN(text, 3) CHAIN(text, 4) CHAIN(text, 5) CHAIN(text, 6)      \
+                       CHAIN(text, 7) CHAIN(text, 8) CHAIN(text, 9) CHAIN(text, 10) CHAIN(text, 11)                              \
+                   : "+v"(a), "+v"(b), "+v"(c), "+v"(d), "+v"(e), "+v"(f), "+v"(g), "+v"(h), "+v"(i), "+v"(j), "+v"(k), "+v"(l) \
+                   : "v"(x));                                                                                                    \
+  }
+
+CHAINS(fp32, "vfmadd231ps")
+#ifdef __AVX512BF16__
+CHAINS(bf16, "vdpbf16ps")
+#endif
+#ifdef __AVX512VNNI__
+CHAINS(int8, "vpdpbusd")
+#endif
 
 }  // namespace
 
 extern "C" {
 
-__attribute__((visibility("default"))) double moefx_bytes_a_second(const char* from, int64_t bytes, int threads) {
-  const int64_t each = bytes / threads / 256 * 256;
-  return each * threads / timed(threads, [&](int t) { sink = read(from + t * each, each); });
+__attribute__((visibility("default"))) double moefx_bytes_a_second(const char* from, int64_t bytes, int threads, GompParallel parallel) {
+  Job job{read, from, bytes, threads};
+  return bytes / seconds(job, parallel);
 }
 
-// Products and sums a second: kind 0 bf16, 1 fp32, 2 int8. 0 where this instruction set has none of its own.
-__attribute__((visibility("default"))) double moefx_flops(int kind, int threads) {
-  const int64_t rounds = 1 << 19;
-  double each = 0, seconds = 1;
-  auto run = [&](double products, auto work) { each = products, seconds = timed(threads, [&](int) { sink = work(); }); };
+// Multiplications and additions a second; kind 0 bf16, 1 fp32, 2 int8. 0 where this instruction set has none of its own.
+__attribute__((visibility("default"))) double moefx_flops(int kind, int threads, GompParallel parallel) {
+  void (*work)(const Job&, int) = kind == 1 ? fp32 : nullptr;
+  double each = sizeof(Floats) / 4 * 2;
 #ifdef __AVX512BF16__
-  if (kind == 0) {
-    const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
-    run(64, [&] { return spin(rounds, _mm512_setzero_ps(), [&](__m512 s) { return _mm512_dpbf16_ps(s, one, one); }); });
-  }
+  if (kind == 0) work = bf16, each *= 2;
 #endif
 #ifdef __AVX512VNNI__
-  if (kind == 2) {
-    const __m512i one = _mm512_set1_epi8(1);
-    run(128, [&] { return spin(rounds, _mm512_setzero_si512(), [&](__m512i s) { return _mm512_dpbusd_epi32(s, one, one); }); });
-  }
+  if (kind == 2) work = int8, each *= 4;
 #endif
-#ifdef __AVX512F__
-  if (kind == 1) {
-    const __m512 one = _mm512_set1_ps(1e-20f);
-    run(32, [&] { return spin(rounds, _mm512_setzero_ps(), [&](__m512 s) { return _mm512_fmadd_ps(one, one, s); }); });
-  }
-#else
-  if (kind == 1) {
-    const __m256 one = _mm256_set1_ps(1e-20f);
-    run(16, [&] { return spin(rounds, _mm256_setzero_ps(), [&](__m256 s) { return _mm256_fmadd_ps(one, one, s); }); });
-  }
-#endif
-  return each == 0 ? 0 : each * 24 * rounds * threads / seconds;
+  if (work == nullptr) return 0;
+  Job job{work, nullptr, 1 << 20, threads};
+  return each * 12 * job.count * threads / seconds(job, parallel);
 }
 }

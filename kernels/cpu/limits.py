@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from moefx.kernels.cpu import build
+from moefx.kernels.cpu.panels import openmp
 
 _KINDS = {"bf16": 0, "fp32": 1, "int8": 2}
 
@@ -23,9 +24,9 @@ def _library() -> ctypes.CDLL:
 def bytes_a_second(memory: torch.Tensor) -> float:
     """Reading `memory` once, from two streams a thread. RuntimeError without a compiler or a known instruction set."""
     size = ctypes.c_int64(memory.numel() * memory.element_size())
-    return _library().moefx_bytes_a_second(ctypes.c_void_p(memory.data_ptr()), size, torch.get_num_threads())
+    return _library().moefx_bytes_a_second(ctypes.c_void_p(memory.data_ptr()), size, torch.get_num_threads(), ctypes.c_void_p(openmp()))
 
 
 def flops(kind: str) -> float:
     """Multiplications and additions a second in registers: "bf16", "fp32" or "int8"; 0 where the host has no such instruction."""
-    return _library().moefx_flops(_KINDS[kind], torch.get_num_threads())
+    return _library().moefx_flops(_KINDS[kind], torch.get_num_threads(), ctypes.c_void_p(openmp()))
