@@ -127,10 +127,10 @@ def _row(case: Case, contenders: dict[str, Run], canary: torch.Tensor, seconds: 
         "tokens": case.tokens,
         "rounds": len(bandwidths),
         "bandwidth_gb_s": round(bandwidth / 1e9, 2),
-        "moefx_ms": round(own, 4),
-        "floor_ms": round(floor, 4),
+        "moefx_ms": round(own, 6),
+        "floor_ms": round(floor, 6),
         "percent_of_floor": round(100 * floor / own, 1),
-        "peers": {name: {"ms": round(ms, 4), "ratio": round(ms / own, 3)} for name, ms in medians.items()},
+        "peers": {name: {"ms": round(ms, 6), "ratio": round(ms / own, 3)} for name, ms in medians.items()},
     }
 
 

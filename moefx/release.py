@@ -20,12 +20,18 @@ from moefx.swap import BlockForward, Pack
 class WayBack:
     """From packed tensors to the sources, through the transpose of what led from the sources to the kernel's packing function.
 
-    `before`: sources -> what each packing call takes, data movement alone; `calls`: the (kernel, H, D, activation) of each, `places` where
-    its packed tensors are among the pack's.
+    `before`: sources -> what each packing call takes, then what the pack only moved; data movement alone. `calls`: the (kernel, H, D,
+    activation) of each packing call, `places` where its tensors are among the pack's, `others` where those only moved are.
     """
 
-    def __init__(self, before: fx.GraphModule, calls: Sequence[tuple[Kernel, int, int, str]], places: Sequence[tuple[int | None, ...]]):
-        self.before, self.calls, self.places = before, list(calls), list(places)
+    def __init__(
+        self,
+        before: fx.GraphModule,
+        others: Sequence[int],
+        calls: Sequence[tuple[Kernel, int, int, str]],
+        places: Sequence[tuple[int | None, ...]],
+    ):
+        self.before, self.others, self.calls, self.places = before, list(others), list(calls), list(places)
 
     def __call__(self, packed: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The sources, shaped and typed as `like`."""
@@ -34,13 +40,31 @@ class WayBack:
             assert kernel.unpack is not None
             found = kernel.unpack(tuple(None if p is None else packed[p] for p in places), hidden, width, activation)
             values += [v for v in found if v is not None]
+        values += [packed[i] for i in self.others]
         nodes = list(self.before.graph.nodes)
-        if all(n.op in ("placeholder", "output") for n in nodes):  # nothing but the order of the arguments
+        if self._takes_sources():  # nothing but the order of the arguments
             by_source: dict[Any, torch.Tensor] = dict(zip(nodes[-1].args[0], values, strict=True))
             return [by_source[n] for n in nodes[:-1]]
         zeros = [torch.zeros((), dtype=t.dtype).expand(t.shape) for t in like]
         transpose = torch.func.vjp(self.before, *zeros)[1]
         return list(transpose(tuple(values)))
+
+    def leads_to(self, sources: Sequence[torch.Tensor], packed: Sequence[torch.Tensor]) -> bool:
+        """Whether the way back gives `sources` bit for bit; an expert at a time where packing took them as they are."""
+        if not self._takes_sources() or len(self.calls) > 1 or self.others:
+            return _same(self(packed, sources), sources)
+        experts = sources[0].shape[0]
+        if any(t.shape[0] != experts for t in [*sources, *packed]):
+            return _same(self(packed, sources), sources)
+        each = [([t[e : e + 1] for t in packed], [t[e : e + 1] for t in sources]) for e in range(experts)]
+        return all(_same(self([t.contiguous() for t in part], wanted), wanted) for part, wanted in each)
+
+    def _takes_sources(self) -> bool:
+        return all(n.op in ("placeholder", "output") for n in self.before.graph.nodes)
+
+
+def _same(made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    return all(a.shape == b.shape and torch.equal(_bits(a), _bits(b)) for a, b in zip(made, wanted, strict=True))
 
 
 def release(model: nn.Module, block: nn.Module, forward: BlockForward) -> int:
@@ -50,13 +74,11 @@ def release(model: nn.Module, block: nn.Module, forward: BlockForward) -> int:
     if pack is None or way_back is None or _shared(model, forward, pack):
         return 0
     sources = [ref() for ref in pack.sources]
-    packed = pack()
     with torch.no_grad():
-        again = way_back(packed, sources)
-        if not all(a.shape == b.shape and torch.equal(_bits(a), _bits(b)) for a, b in zip(again, sources, strict=True)):
+        if not way_back.leads_to(sources, pack()):
             return 0
     freed = sum(t.numel() * t.element_size() for t in sources)
-    del sources, again
+    del sources
     pack.hold(way_back)
     block.register_state_dict_post_hook(_Values(pack))
     block.register_load_state_dict_pre_hook(_Restored(pack))
@@ -83,14 +105,15 @@ def _way_back(pack: Pack) -> WayBack | None:
     outputs = list(nodes[-1].args[0])
     calls = [n for n in nodes if n.op == "call_function" and n.target in kernels]
     parts = {n for n in nodes if n.target is operator.getitem and n.args[0] in calls}
-    if not calls or not set(outputs) <= parts:
+    moved = [n for n in outputs if n not in parts]
+    if not calls or set(moved) & set(calls):
         return None
     before = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         if node not in parts and node not in calls and node.op != "output":
             mapping[node] = before.node_copy(node, mapping.__getitem__)
-    before.output(tuple(mapping[a] for call in calls for a in call.args[:4] if a is not None))
+    before.output(tuple(mapping[a] for a in [a for call in calls for a in call.args[:4] if a is not None] + moved))
     before.eliminate_dead_code()
     places = []
     for call in calls:
@@ -98,7 +121,8 @@ def _way_back(pack: Pack) -> WayBack | None:
         op: Any = kernels[call.target].op
         between = len(op._schema.arguments) - len(("x", "ids", "weights", "activation", "first"))
         places.append(tuple(at.get(i) for i in range(between)))
-    return WayBack(fx.GraphModule({}, before), [(kernels[c.target], *_sizes(c, pack), str(c.args[4])) for c in calls], places)
+    others = [outputs.index(n) for n in moved]
+    return WayBack(fx.GraphModule({}, before), others, [(kernels[c.target], *_sizes(c, pack), str(c.args[4])) for c in calls], places)
 
 
 def _sizes(call: fx.Node, pack: Pack) -> tuple[int, int]:
