@@ -115,6 +115,8 @@ def _print_matrix(reports: Sequence) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from moefx.reports import kernel_text
+
     table = Table(title=f"moefx: {reports[0].title}, precision {reports[0].options.precision}", title_justify="left")
     for column in ("target", "ep_size", "a2a", "E", "kernel", "shared expert", "why"):
         table.add_column(column)
@@ -132,8 +134,13 @@ def _print_matrix(reports: Sequence) -> None:
                 str(report.options.ep_size),
                 report.options.a2a,
                 str(j["dims"]["E"]),
-                j["experts"]["kernel"] if record.rewritten else "left alone",
+                kernel_text(record),
                 shared["placement"] if shared["present"] else "none",
                 why,
             )
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)
+    warnings = [w for report in reports for record in report.records if record.decision for w in record.decision.warnings]
+    for warning in dict.fromkeys(warnings):
+        console.print(f"warning: {warning}", highlight=False)

@@ -13,3 +13,7 @@ class NotRewrittenError(MoefxError):
 
 class ValueCheckError(MoefxError):
     """A condition on values that a kernel's contract names does not hold (checked with MOEFX_CHECK_VALUES=1)."""
+
+
+class ParameterFreedError(MoefxError):
+    """A parameter that `inplace=True` freed was written in place: the write is lost."""

@@ -26,7 +26,7 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(
-            f"{file} does not exist; pass a config.json, a checkpoint folder or a built-in name (moefx plan --list)"
+            f"{file} does not exist; pass a config.json, a checkpoint folder with one, or a built-in name (moefx plan --list)"
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is no JSON: {error}") from error
@@ -76,6 +76,8 @@ def _each_layer(config: Mapping[str, Any], outer: Mapping[str, Any], model_type:
         experts = keys.get(*EXPERTS)
         if not isinstance(experts, int) or experts < 2:
             return
+        if not model_type:
+            raise ValueError("the config has no model_type, which says how its layers compute")
         raise ValueError(
             f"model_type {model_type!r} is not in moefx's table of families ({', '.join(sorted(FAMILIES))}); "
             "trace the module instead: moefx.plan(model)"

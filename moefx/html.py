@@ -48,6 +48,8 @@ def _matrix(reports: Sequence[Report]) -> str:
 
 
 def _summary(record: LayerRecord | None) -> list[str]:
+    from moefx.reports import kernel_text
+
     if record is None:
         return ["0", "no mixture-of-experts layer", "", "", ""]
     j = record.to_json()
@@ -55,7 +57,7 @@ def _summary(record: LayerRecord | None) -> list[str]:
     held = j.get("expert_bytes_per_rank")
     return [
         str(j.get("count", 1)),
-        escape(j["experts"]["kernel"] or "left alone") if record.rewritten else "left alone",
+        escape(kernel_text(record)),
         escape(str(shared["placement"])) if shared.get("present") else "none",
         f"{held / 2**30:.3g}" if held else "",
         _nearest_miss(record),

@@ -72,17 +72,28 @@ def optimize(
         records.append(_guarded(result, c, options, ranks, examples.get(c.name), verify, traces))
         if inplace and records[-1].rewritten and ranks is None:
             _release(result, records[-1])
-    left = [r for r in records if not r.rewritten]
+    left = [r for r in records if not r.rewritten or _other_precision(r, options)]
     if strict and (left or not records):
         for _, forward in swap.swapped(result) if inplace else ():
             forward.block.__dict__.pop("forward", None)
             if forward.pack is not None:
                 forward.pack.restore()
-        text = "; ".join(f"{r.name or type(model).__name__}: {r.reason}" for r in left) or "no mixture-of-experts layer was found"
-        raise NotRewrittenError(f"strict=True and not every layer was rewritten: {text}")
+        text = (
+            "; ".join(f"{r.name or type(model).__name__}: {r.reason or _other_precision(r, options)}" for r in left)
+            or "no mixture-of-experts layer was found"
+        )
+        raise NotRewrittenError(f"strict=True and not every layer was rewritten as asked: {text}")
     skipped = [] if records else [{"name": type(model).__name__, "reason": "no mixture-of-experts layer was found"}]
     result.__dict__[REPORT_KEY] = Report(options, records, skipped, type(model).__name__)
     return result
+
+
+def _other_precision(record: LayerRecord, options: Options) -> str | None:
+    """That a layer runs in the model's own precision though a lower one was asked for; None when it does not."""
+    kernel = record.decision.kernel if record.decision else None
+    if kernel is None or kernel.lossy or options.precision == "preserve":
+        return None
+    return f"no kernel for precision {options.precision!r} holds: {kernel.name} runs in the model's own precision"
 
 
 def _release(model: nn.Module, record: LayerRecord) -> None:

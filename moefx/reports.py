@@ -113,6 +113,9 @@ class Report:
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 
+    def __str__(self) -> str:
+        return self.to_text()
+
     def to_text(self, width: int = 140) -> str:
         """A table with one row for each kind of layer, then what stood in the way of better kernels."""
         from rich.console import Console
@@ -155,7 +158,7 @@ def _table(report: Report) -> Any:
             str(layer.H),
             str(layer.K),
             _activation(record),
-            (j["experts"]["kernel"] or "-") if record.rewritten else "left alone",
+            kernel_text(record),
             _shared(j),
             _gib(j, count),
             _check(record),
@@ -173,6 +176,16 @@ def _folded(records: Sequence[LayerRecord]) -> list[tuple[int, LayerRecord]]:
         count, first = kinds.get(key, (0, record))
         kinds[key] = (count + (record.layer.count if record.layer else 1), first)
     return list(kinds.values())
+
+
+def kernel_text(record: LayerRecord) -> str:
+    """The kernel that runs a layer, with its guard and its padding."""
+    decision = record.decision
+    if not record.rewritten or decision is None or decision.kernel is None:
+        return "left alone"
+    padded = " on padded " + ", ".join(f"{n} = {size}" for n, size in decision.pad.items()) if decision.pad else ""
+    guard = f" if {decision.guard.strip('()')}, else {decision.otherwise.name}" if decision.otherwise else ""
+    return f"{decision.kernel.name}{padded}{guard}"
 
 
 def _activation(record: LayerRecord) -> str:

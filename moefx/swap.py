@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from moefx._compat import router_logits_wanted
+from moefx.errors import ParameterFreedError
 
 
 def copy_sharing_tensors(model: nn.Module) -> nn.Module:
@@ -65,6 +66,7 @@ class Pack:
     def __call__(self) -> tuple[torch.Tensor, ...]:
         tensors = [s() for s in self.sources]
         if self._way_back is not None:
+            self._check_unwritten()
             if all(t.is_meta and t.dtype == dtype for t, dtype in zip(tensors, self._dtypes, strict=True)):
                 return self._packed
             self.restore()
@@ -96,11 +98,21 @@ class Pack:
         for ref in self.sources:
             old = ref()
             ref.owner._parameters[ref.name] = nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=old.requires_grad)
+        self._made = [(ref(), ref()._version) for ref in self.sources]
+
+    def _check_unwritten(self) -> None:
+        for ref, made in zip(self.sources, self._made, strict=True):
+            if ref() is made[0] and ref()._version != made[1]:
+                raise ParameterFreedError(
+                    f"{ref.name} was written in place, but inplace=True freed it and the write is lost; "
+                    "call moefx.swap.restore(model) before writing, or load_state_dict"
+                )
 
     def values(self) -> list[tuple[WeightRef, torch.Tensor]]:
         """The released sources with their values."""
         if self._way_back is None:
             return []
+        self._check_unwritten()
         with torch.no_grad():
             kinds = zip(self.sources, self._dtypes, strict=True)
             made = self._way_back(self._packed, [torch.empty(ref().shape, dtype=dtype, device="meta") for ref, dtype in kinds])
@@ -230,6 +242,13 @@ class BlockForward:
 def foreign_hooks(hooks: Sequence[Mapping[int, Any]]) -> bool:
     """Whether a hook is there that a rewritten block would not call. Those transformers leaves on a router only record, when asked."""
     return any(getattr(h, "__module__", "") != "transformers.utils.output_capturing" for found in hooks for h in found.values())
+
+
+def restore(model: nn.Module) -> None:
+    """Bring back every parameter that `inplace=True` freed, before writing to them; packs then follow the writes."""
+    for _, forward in swapped(model):
+        if forward.pack is not None:
+            forward.pack.restore()
 
 
 def swapped(model: nn.Module) -> list[tuple[str, BlockForward]]:

@@ -58,3 +58,8 @@ def test_training_meta_and_twice() -> None:
         moefx.optimize(nn.Sequential(result).eval())
     with pytest.raises(ValueError, match="not optimised"):
         moefx.report(blocks.Gathered())
+
+
+def test_strict_wants_the_precision_that_was_asked_for() -> None:
+    with pytest.raises(moefx.errors.NotRewrittenError, match="own precision"):
+        moefx.optimize(blocks.Gathered().eval(), precision="fp8_weight_only", strict=True)

@@ -206,3 +206,8 @@ def test_register_checks_what_it_is_given(change: dict[str, Any], error: type[Ex
         registered("hello")
     with pytest.raises(ValueError, match="Pad"):
         Pad("D", 0)
+
+
+def test_the_text_shows_the_guard(registered: Any) -> None:
+    registered(kernel("few", "T <= 64"))
+    assert "few if T <= 64, else grouped_mm" in moefx.plan("mixtral-8x7b", target="sm90").to_text(width=240)

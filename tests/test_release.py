@@ -87,3 +87,22 @@ def test_strict_gives_the_weights_back() -> None:
     with pytest.raises(moefx.errors.NotRewrittenError):
         moefx.optimize(model, inplace=True, strict=True)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_write_to_a_freed_parameter_is_an_error_not_lost() -> None:
+    result = moefx.optimize(blocks.Gathered().eval(), inplace=True)
+    with torch.no_grad():
+        result.w13.mul_(1.5)
+        with pytest.raises(moefx.errors.ParameterFreedError, match=r"w13 was written in place.*restore"):
+            result(torch.randn(1, 2, blocks.H))
+
+
+def test_after_restore_writes_are_seen() -> None:
+    block = blocks.GatedShared().eval()
+    plain = copy.deepcopy(block)
+    result = moefx.optimize(block, inplace=True)
+    moefx.swap.restore(result)
+    with torch.no_grad():
+        for module in (result, plain):
+            module.w13.mul_(1.5)
+    same(result, plain)
