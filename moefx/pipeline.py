@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import traceback
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,7 +69,7 @@ def optimize(
     result = model if inplace else swap.copy_sharing_tensors(model)
     traces: dict[Hashable, Traced] = {}
     records = []
-    for c in candidates:
+    for c in _shown(candidates):
         records.append(_guarded(result, c, options, ranks, examples.get(c.name), verify, traces))
         if inplace and records[-1].rewritten and ranks is None:
             _release(result, records[-1])
@@ -94,6 +95,18 @@ def _other_precision(record: LayerRecord, options: Options) -> str | None:
     if kernel is None or kernel.lossy or options.precision == "preserve":
         return None
     return f"no kernel for precision {options.precision!r} holds: {kernel.name} runs in the model's own precision"
+
+
+def _shown(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """The candidates, with a progress bar where somebody watches a terminal."""
+    if len(candidates) < 2 or not sys.stderr.isatty():
+        yield from candidates
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        yield from progress.track(candidates, description="moefx: rewriting layers")
 
 
 def _release(model: nn.Module, record: LayerRecord) -> None:
