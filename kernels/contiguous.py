@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moefx.kernels import value_checks
+from moefx.kernels.pairs import by_expert
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,12 @@ class Layout:
 
 def layout(ids: torch.Tensor, first: int, experts: int, alignment: int) -> Layout:
     """The layout of ids [T, K] on a rank that owns [first, first + experts)."""
-    flat = ids.reshape(-1) - first
-    order = torch.argsort(flat, stable=True)
-    local = flat[order]
-    keep = (local >= 0) & (local < experts)
-    order, local = order[keep], local[keep]
-    counts = torch.bincount(local, minlength=experts)
-    padded = (counts + alignment - 1) // alignment * alignment
-    begin = torch.cumsum(padded, 0) - padded
-    row = begin[local] + torch.arange(local.numel(), device=ids.device) - (torch.cumsum(counts, 0) - counts)[local]
+    pairs = by_expert(ids, first, experts)
+    padded = (pairs.counts + alignment - 1) // alignment * alignment
+    row = (torch.cumsum(padded, 0) - padded)[pairs.expert] + pairs.rank
     owners = torch.full((int(padded.sum()),), -1, dtype=torch.int32, device=ids.device)
-    owners[row] = local.to(torch.int32)
-    return Layout(owners, row, order, alignment)
+    owners[row] = pairs.expert.to(torch.int32)
+    return Layout(owners, row, pairs.pair, alignment)
 
 
 def scatter(x: torch.Tensor, at: Layout, top_k: int) -> torch.Tensor:

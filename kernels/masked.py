@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moefx.kernels import fp8, value_checks
+from moefx.kernels import fp8
+from moefx.kernels.pairs import by_expert
 from moefx.prove import align
 
 ROWS = 128
@@ -32,18 +33,9 @@ class Layout:
 
 def layout(ids: torch.Tensor, first: int, experts: int) -> Layout:
     """The layout of ids [T, K] on a rank that owns [first, first + experts)."""
-    flat = ids.reshape(-1) - first
-    order = torch.argsort(flat, stable=True)
-    local = flat[order]
-    keep = (local >= 0) & (local < experts)
-    order, local = order[keep], local[keep]
-    counts = torch.bincount(local, minlength=experts)
-    rows = max(ROWS, align(max(ids.shape[0], int(counts.max()) if experts else 0), ROWS))
-    start = torch.cumsum(counts, 0) - counts
-    if value_checks.ON:
-        value_checks.require(int(counts.max()) <= rows, "max(masked_m) <= N", f"{int(counts.max())} rows, N = {rows}")
-    slot = local * rows + torch.arange(local.numel(), device=ids.device) - start[local]
-    return Layout(counts.to(torch.int32), slot, order, rows)
+    pairs = by_expert(ids, first, experts)
+    rows = max(ROWS, align(max(ids.shape[0], int(pairs.counts.max()) if experts else 0), ROWS))
+    return Layout(pairs.counts.to(torch.int32), pairs.expert * rows + pairs.rank, pairs.pair, rows)
 
 
 def scatter(x: torch.Tensor, at: Layout, top_k: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 
 from moefx._compat import quiet_export_logs
-from moefx.graph import aten, is_call, line_of, same_size, shape
+from moefx.graph import aten, is_call, line_of, same_size, shape, slice_of
 
 _OPEN_UP = (
     aten.einsum.default,
@@ -193,9 +193,9 @@ def _check_any_size(program: ExportedProgram) -> None:
 
 def _assumes_length(node: Any) -> bool:
     """A slice with a constant end of a dim of any size, whose result the trace takes to be that dim itself or the constant."""
-    source, dim, _, end = (*node.args, 0, None, None)[:4] if len(node.args) == 1 else (*node.args, None, None)[:4]
+    source, dim, end = slice_of(node)
     size, kept = (shape(source) or ())[dim], (shape(node) or ())[dim]
-    return isinstance(end, int) and end < 2**62 and not isinstance(size, int) and (isinstance(kept, int) or same_size(size, kept))
+    return isinstance(end, int) and not isinstance(size, int) and (isinstance(kept, int) or same_size(size, kept))
 
 
 def _to_attribute(module: fx.GraphModule, node: fx.Node, constant: torch.Tensor, attributes: dict[str, Any]) -> None:

@@ -223,6 +223,12 @@ def _ratio(node: fx.Node, total: Any) -> Any:
     return ratio if ratio.is_Rational else None
 
 
+def slice_of(node: Any) -> tuple[fx.Node, int, Any]:
+    """(source, dim, end) of an aten.slice.Tensor call; end is None where the slice goes to the end."""
+    source, dim, _, end = (*node.args, *(0, None, None)[len(node.args) - 1 :])[:4]
+    return source, dim, None if isinstance(end, int) and end >= 2**62 else end
+
+
 def line_of(node: fx.Node | None) -> str:
     """Where the model's source wrote this node: "file.py:12", or "" when unknown."""
     trace = (node.meta.get("stack_trace") or "") if node is not None else ""

@@ -7,6 +7,7 @@ values, `load_state_dict()` and a call that needs the block as it was bring the 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,8 +93,8 @@ def _shared(model: nn.Module, forward: BlockForward, pack: Pack) -> bool:
         return True
     if any((id(ref.owner), ref.name) in own for ref in forward.refs):
         return True
-    ids = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
-    return any(ids.count(id(ref())) != 1 for ref in pack.sources)
+    holders = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return any(holders[id(ref())] != 1 for ref in pack.sources)
 
 
 def _way_back(pack: Pack) -> WayBack | None:

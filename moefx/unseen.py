@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from moefx.graph import ancestors, aten, is_call, line_of, shape
+from moefx.graph import ancestors, aten, is_call, line_of, shape, slice_of
 from moefx.instance import is_float
 
 _BOUNDS = ("clamp", "hardtanh", "minimum", "maximum", "fmin", "fmax", "nan_to_num", "tanh")
@@ -40,9 +40,8 @@ def _name(node: fx.Node) -> str:
 
 def _shortens(node: fx.Node) -> bool:
     """A slice [a:b] with a constant b of a dim whose size is not constant."""
-    args: tuple[Any, ...] = (*node.args, 0, None, None)[:4] if len(node.args) == 1 else (*node.args, None, None)[:4]
-    dim, end = args[1], args[3]
-    return isinstance(end, int) and end < 2**62 and not isinstance((shape(args[0]) or ())[dim], int)
+    source, dim, end = slice_of(node)
+    return isinstance(end, int) and not isinstance((shape(source) or ())[dim], int)
 
 
 def _compares(node: Any) -> bool:

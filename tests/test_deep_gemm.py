@@ -13,6 +13,7 @@ from moefx import ops
 from moefx.activation.spec import Activation
 from moefx.errors import ValueCheckError
 from moefx.kernels import contiguous, fp8, value_checks
+from moefx.kernels.deep_gemm import kernel as deep_gemm
 from moefx.kernels.deep_gemm import library
 from moefx.kernels.registry import by_name
 from moefx.prove import Derived, Range
@@ -172,3 +173,11 @@ def test_a_broken_install_is_remembered_with_its_text(error: type[Exception], mo
             library.call("m_grouped_bf16_gemm_nt_masked", 1, 2, torch.zeros(2))
     finally:
         library.load.cache_clear()
+
+
+def test_more_rows_than_a_block_holds_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = deep_gemm._layout("m_grouped_bf16_gemm_nt_masked", torch.zeros(200, 1, dtype=torch.int64), 0, 2)
+    rows, weight = torch.zeros(2, 128, 64, dtype=torch.bfloat16), torch.zeros(2, 8, 64, dtype=torch.bfloat16)
+    monkeypatch.setattr(value_checks, "ON", True)
+    with pytest.raises(ValueCheckError, match=r"max\(masked_m\) <= N fails: 200 rows, N = 128"):
+        layout.gemm(rows, weight, torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 import zipfile
@@ -48,6 +49,14 @@ def test_wheel_holds_passes_and_kernels(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)], check=True, capture_output=True, timeout=300
     )
-    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
+    names = wheel.namelist()
     assert {"moefx/passes/raise_experts.py", "moefx/kernels/jit_ep/kernel.py", "moefx/__init__.py"} <= set(names)
     assert not any(n.startswith(("passes/", "kernels/", "tests/")) for n in names)
+    sources = {f"moefx/kernels/cpu/{f.name}" for f in (ROOT / "kernels" / "cpu").iterdir() if f.suffix in (".cpp", ".h")}
+    assert sources <= set(names)
+    wheel.extractall(tmp_path / "installed")
+    code = "from moefx.kernels.cpu import build; print(build.__file__); assert build.isa() == build.planned_isa(), build.why_not('experts')"
+    where = {**os.environ, "PYTHONPATH": str(tmp_path / "installed"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    run = subprocess.run([sys.executable, "-c", code], env=where, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0 and run.stdout.startswith(str(tmp_path)), run.stdout + run.stderr

@@ -69,6 +69,9 @@ class _Masked:
 
     def gemm(self, a: Any, b: Any, dtype: torch.dtype) -> torch.Tensor:
         rows, weight = (a[0], b[0]) if isinstance(a, tuple) else (a, b)
+        if value_checks.ON:
+            most = int(self.at.masked_m.max())
+            value_checks.require(most <= rows.shape[1], "max(masked_m) <= N", f"{most} rows, N = {rows.shape[1]}")
         if rows.is_cuda:
             d = rows.new_zeros(rows.shape[0], rows.shape[1], weight.shape[1], dtype=dtype)
             return library.call(self.name, a, b, d, self.at.masked_m, self.expected)
