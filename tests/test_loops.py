@@ -6,6 +6,7 @@ import logging
 import warnings
 from typing import Any
 
+import odd_blocks as odd
 import pytest
 import torch
 import wild_blocks as wild
@@ -41,18 +42,18 @@ REWRITTEN = {
     wild.SeqExperts: "module_list",
 }
 LEFT_ALONE = {
-    wild.Capacity: "canonical form",
-    wild.BigCapacity: "canonical form",
-    wild.TCap: "canonical form",
-    wild.DiffAct: "canonical form",
-    wild.OutScale: "canonical form",
-    wild.NormOut: "canonical form",
-    wild.Thr: "compares floating values",
-    wild.Soft: "separates them from the router",
-    wild.Counter: "changes count in place",
-    wild.IntCounts: "made total",
-    wild.Chunked: "made total",
-    wild.TBranch: "another way outside",
+    odd.Capacity: "canonical form",
+    odd.BigCapacity: "canonical form",
+    odd.TCap: "canonical form",
+    odd.DiffAct: "canonical form",
+    odd.OutScale: "canonical form",
+    odd.NormOut: "canonical form",
+    odd.Thr: "compares floating values",
+    odd.Soft: "separates them from the router",
+    odd.Counter: "changes count in place",
+    odd.IntCounts: "made total",
+    odd.Chunked: "made total",
+    odd.TBranch: "another way outside",
 }
 
 
@@ -103,13 +104,13 @@ def test_left_alone(kind: type[nn.Module]) -> None:
 
 
 SHARED: dict[Any, tuple[bool, str | None, str]] = {
-    wild.TwoShared: (True, "unfused", "2 separate shared experts"),
-    wild.BiasShared: (True, "unfused", "has a bias"),
-    wild.BiasBoth: (True, "fused", "2 slots"),
-    wild.GateScaled: (True, "unfused", "something other than a sigmoid gate"),
-    wild.BothScaled: (True, "fused", "1 slot"),
-    wild.SharedOnOther: (False, None, ""),
-    wild.SharedMinus: (False, None, ""),
+    odd.TwoShared: (True, "unfused", "2 separate shared experts"),
+    odd.BiasShared: (True, "unfused", "has a bias"),
+    odd.BiasBoth: (True, "fused", "2 slots"),
+    odd.GateScaled: (True, "unfused", "something other than a sigmoid gate"),
+    odd.BothScaled: (True, "fused", "1 slot"),
+    odd.SharedOnOther: (False, None, ""),
+    odd.SharedMinus: (False, None, ""),
 }
 
 
