@@ -79,14 +79,19 @@ class Layer {
   const uint8_t* panel13(int64_t expert, int64_t panel) const { return c_.w13 + (expert * c_.panels13 + panel) * c_.steps13 * step_bytes_; }
   const uint8_t* panel2(int64_t expert, int64_t panel) const { return c_.w2 + (expert * c_.panels2 + panel) * c_.steps2 * step_bytes_; }
 
-  // The panels an item of either product will read, for its predecessor to fetch.
-  void announce(int64_t item, Product& p) const {
+  // The panels that are read after those of `p`: the next of its item, or the first of the thread's next item.
+  void announce(int64_t left, int64_t item, Product& p) const {
+    if (left > 0) {
+      p.next = p.w + p.panels * p.panel_bytes, p.next_bytes = p.panel_bytes;
+      p.next_panels = int(std::min<int64_t>(left, 2));
+      return;
+    }
     item -= order_.prepare;
     if (item < order_.first) {
       const int64_t panel = item % order_.per_block13 * order_.chunk13;
       p.next = panel13(sorted_.blocks[item / order_.per_block13].expert, panel);
       p.next_bytes = c_.steps13 * step_bytes_;
-      p.next_panels = int(std::min<int64_t>(order_.chunk13, c_.panels13 - panel));
+      p.next_panels = int(std::min({int64_t(2), order_.chunk13, c_.panels13 - panel}));
       return;
     }
     item -= order_.first;
@@ -95,7 +100,7 @@ class Layer {
     if (slice >= order_.slices || inside >= order_.second || panel >= c_.panels2) return;
     p.next = panel2(sorted_.blocks[inside / order_.per_block2].expert, panel);
     p.next_bytes = c_.steps2 * step_bytes_;
-    p.next_panels = int(std::min<int64_t>(order_.chunk2, c_.panels2 - panel));
+    p.next_panels = int(std::min({int64_t(2), order_.chunk2, c_.panels2 - panel}));
   }
 
   // Rows of x in the products' own type, padded with zeros.
@@ -118,7 +123,8 @@ class Layer {
   }
 
   void first_product(int64_t item, int64_t next) {
-    const int64_t number = item / order_.per_block13, panel = item % order_.per_block13 * order_.chunk13;
+    const int64_t number = item / order_.per_block13, begin = item % order_.per_block13 * order_.chunk13;
+    const int64_t end = std::min(begin + order_.chunk13, c_.panels13);
     const Block block = sorted_.blocks[number];
     alignas(64) static thread_local float sums[kMostRows * 2 * kPanel];
     const uint8_t* rows[kMostRows];
@@ -128,15 +134,18 @@ class Layer {
       const int64_t token = sorted_.token[block.begin + r];
       rows[r] = x_ + token * x_stride_, scales[r] = x_scales_ + token * x_scale_stride_;
     }
-    Product p{};
-    p.w = panel13(block.expert, panel), p.panels = int(std::min<int64_t>(order_.chunk13, c_.panels13 - panel)), p.steps = c_.steps13;
-    p.panel_scales = c_.s13 ? c_.s13 + (block.expert * c_.panels13 + panel) * groups13_ * 2 : nullptr, p.groups = groups13_;
-    p.sums = sums, p.stride = p.panels * kPanel;
-    announce(next, p);
-    const int64_t column = (block.expert * c_.panels13 + panel) * kPanel;
-    multiply(p, block.count, rows, scales, {at(c_.s13, column), at(c_.c13, column), at(c_.b13, column)});
-    for (int i = 0; i < p.panels; ++i)
-      for (int r = 0; r < block.count; ++r) activate_panel(sums + r * p.stride + i * kPanel, block.begin + r, panel + i);
+    for (int64_t panel = begin; panel < end; panel += 2) {
+      Product p{};
+      p.w = panel13(block.expert, panel), p.panels = int(std::min<int64_t>(2, end - panel)), p.steps = c_.steps13;
+      p.panel_scales = fp8_ ? c_.s13 + (block.expert * c_.panels13 + panel) * groups13_ * 2 : nullptr, p.groups = groups13_;
+      p.panel_bytes = p.steps * step_bytes_;
+      p.sums = sums, p.stride = p.panels * kPanel;
+      announce(end - panel - p.panels, next, p);
+      const int64_t column = (block.expert * c_.panels13 + panel) * kPanel;
+      multiply(p, block.count, rows, scales, {at(c_.s13, column), at(c_.c13, column), at(c_.b13, column)});
+      for (int i = 0; i < p.panels; ++i)
+        for (int r = 0; r < block.count; ++r) activate_panel(sums + r * p.stride + i * kPanel, block.begin + r, panel + i);
+    }
     if (ready_[number].value.fetch_add(1, std::memory_order_acq_rel) + 1 == order_.per_block13) finish(number);
   }
 
@@ -170,24 +179,24 @@ class Layer {
   }
 
   void second_product(int64_t slice, int64_t item, int64_t next) {
-    const int64_t number = item / order_.per_block2, inside = item % order_.per_block2 * order_.chunk2;
-    const int64_t panel = slice * order_.slice_panels + inside;
-    const int64_t panels = std::min({int64_t(order_.chunk2), order_.slice_panels - inside, c_.panels2 - panel});
+    const int64_t number = item / order_.per_block2, from = slice * order_.slice_panels;
+    const int64_t begin = from + item % order_.per_block2 * order_.chunk2;
+    const int64_t end = std::min({begin + order_.chunk2, from + order_.slice_panels, c_.panels2});
     const Block block = sorted_.blocks[number];
-    if (panels > 0) {
-      const uint8_t* rows[kMostRows];
-      const float* scales[kMostRows];
-      for (int r = 0; r < block.count; ++r) {
-        rows[r] = h_ + (block.begin + r) * h_stride_, scales[r] = h_scales_ + (block.begin + r) * h_scale_stride_;
-      }
+    const uint8_t* rows[kMostRows];
+    const float* scales[kMostRows];
+    for (int r = 0; r < block.count; ++r)
+      rows[r] = h_ + (block.begin + r) * h_stride_, scales[r] = h_scales_ + (block.begin + r) * h_scale_stride_;
+    wait_until([&] { return ready_[number].value.load(std::memory_order_acquire) > order_.per_block13; });
+    if (slice > 0) wait_until([&] { return combined_[slice - 1].value.load(std::memory_order_acquire) >= order_.combine; });
+    for (int64_t panel = begin; panel < end; panel += 2) {
       Product p{};
-      p.w = panel2(block.expert, panel), p.panels = int(panels), p.steps = c_.steps2;
-      p.panel_scales = c_.s2 ? c_.s2 + (block.expert * c_.panels2 + panel) * groups2_ * 2 : nullptr, p.groups = groups2_;
-      p.sums = y_ + block.begin * y_stride_ + inside * kPanel, p.stride = y_stride_;
-      announce(next, p);
+      p.w = panel2(block.expert, panel), p.panels = int(std::min<int64_t>(2, end - panel)), p.steps = c_.steps2;
+      p.panel_scales = fp8_ ? c_.s2 + (block.expert * c_.panels2 + panel) * groups2_ * 2 : nullptr, p.groups = groups2_;
+      p.panel_bytes = p.steps * step_bytes_;
+      p.sums = y_ + block.begin * y_stride_ + (panel - from) * kPanel, p.stride = y_stride_;
+      announce(end - panel - p.panels, next, p);
       const int64_t column = (block.expert * c_.panels2 + panel) * kPanel;
-      wait_until([&] { return ready_[number].value.load(std::memory_order_acquire) > order_.per_block13; });
-      if (slice > 0) wait_until([&] { return combined_[slice - 1].value.load(std::memory_order_acquire) >= order_.combine; });
       multiply(p, block.count, rows, scales, {at(c_.s2, column), at(c_.c2, column), at(c_.b2, column)});
     }
     slice_done_[slice].value.fetch_add(1, std::memory_order_release);
@@ -207,7 +216,7 @@ class Layer {
 
   // One product, with int8's scales and the bias applied.
   void multiply(Product& p, int count, const uint8_t* const* rows, const float* const* row_scales, const Columns& columns) const {
-    p.rows = rows, p.count = count, p.panel_bytes = p.steps * step_bytes_;
+    p.rows = rows, p.count = count;
     if (c_.format == kFp8) p.row_scales = row_scales;
     alignas(64) static thread_local uint8_t decoded[kGroup * kPanel * 4];
     switch (c_.format) {

@@ -73,20 +73,25 @@ struct Sorted {
 //   prepare rows of x | first product of every block | for each slice of the output's columns: second product of every block, combine
 struct Order {
   int64_t prepare, per_block13, first, slices, slice_panels, per_block2, second, combine, total;
-  int chunk13, chunk2;        // panels of an item
+  int64_t chunk13, chunk2;    // panels of an item
   int64_t combine_columns, combine_units, units_an_item;  // a unit of combining is one token's piece of columns
 
   Order(const Call& c, int64_t blocks, int64_t rows, bool prepares) {
     const int64_t threads = std::max<int64_t>(c.threads, 1);
     prepare = prepares ? std::min<int64_t>(c.tokens, threads * 4) : 0;
-    chunk13 = blocks * c.panels13 >= 8 * threads ? 2 : 1;
+    // Long items cost less around them; each thread should still have several, so that none waits for another at the end.
+    const auto chunk = [&](int64_t panels, int64_t most) {
+      const int64_t fair = std::min(blocks * panels / (8 * threads), most);
+      return fair < 2 ? 1 : fair - fair % 2;
+    };
+    chunk13 = chunk(c.panels13, 8);
     per_block13 = (c.panels13 + chunk13 - 1) / chunk13;
     first = blocks * per_block13;
     constexpr int64_t kSliceBytes = int64_t(8) << 20;  // products of a slice stay in the L3 cache until they are combined
     slice_panels = rows ? std::clamp<int64_t>(kSliceBytes / (rows * kPanel * 4), 1, c.panels2) : c.panels2;
     if (slice_panels > 1 && slice_panels < c.panels2) slice_panels -= slice_panels % 2;
     slices = (c.panels2 + slice_panels - 1) / slice_panels;
-    chunk2 = slice_panels > 1 && blocks * c.panels2 >= 8 * threads ? 2 : 1;
+    chunk2 = chunk(slice_panels, std::min<int64_t>(slice_panels, 16));
     per_block2 = (slice_panels + chunk2 - 1) / chunk2;
     second = blocks * per_block2;
     combine_columns = std::min<int64_t>(slice_panels * kPanel, 512);

@@ -28,15 +28,22 @@ struct Product {
   int64_t groups;
 };
 
+// Rows [from, from + count) and the panels from `panel` on, of inner elements from group `g` of scales on when there are scales.
 template <class Step>
-TileTask tile_task(const Product& p, int panel) {
+TileTask tile_task(const Product& p, int panel, int from, int count, int64_t g = 0) {
   TileTask t{};
   t.w[0] = p.w + panel * p.panel_bytes;
   t.w[1] = t.w[0] + p.panel_bytes;
   t.steps = p.steps;
-  t.sums = p.sums + panel * kPanel;
+  t.sums = p.sums + from * p.stride + panel * kPanel;
   t.stride = p.stride;
-  t.fresh = true;
+  t.fresh = g == 0;
+  for (int r = 0; r < count; ++r) t.rows[r] = p.rows[from + r];
+  if (p.panel_scales) {
+    t.group = kGroup / Step::depth;
+    for (int r = 0; r < count; ++r) t.row_scales[r] = p.row_scales ? p.row_scales[from + r] + g : nullptr;
+    for (int i = 0; i < 2; ++i) t.panel_scales[i] = p.panel_scales + ((panel + i < p.panels ? panel + i : panel) * p.groups + g) * 2;
+  }
   return t;
 }
 
@@ -87,8 +94,7 @@ template <class Step>
 void product(const Product& p) {
   if constexpr (Step::kWidth == 16) {
     if (p.panels == 2 && p.count <= 3) {
-      TileTask t = tile_task<Step>(p, 0);
-      for (int r = 0; r < p.count; ++r) t.rows[r] = p.rows[r];
+      TileTask t = tile_task<Step>(p, 0, 0, p.count);
       fetch_ahead<Step>(p, 0, 2, t);
       return panels_tile<Step>(p.count, 2, t);
     }
@@ -100,27 +106,15 @@ void product(const Product& p) {
     for (int64_t begin = 0; begin < p.steps; begin += slice)
       for (int i = 0; i < tiles; ++i) {
         const int from = p.count * i / tiles, count = p.count * (i + 1) / tiles - from;
-        TileTask t = tile_task<Step>(p, panel);
+        TileTask t = tile_task<Step>(p, panel, from, count);
         t.w[0] += begin * Step::bytes;
         t.steps = p.steps - begin < slice ? p.steps - begin : slice;
-        t.sums += from * p.stride;
         t.fresh = begin == 0;
-        for (int r = 0; r < count; ++r) t.rows[r] = p.rows[from + r] + begin * Step::row_bytes;
+        for (int r = 0; r < count; ++r) t.rows[r] += begin * Step::row_bytes;
         if (tiles == 1) fetch_ahead<Step>(p, panel, 1, t);
         if (tiles > 1) fetcher.put(t);
         panels_tile<Step>(count, 1, t);
       }
-  }
-}
-
-// The factors of `rows` rows and two panels for one group.
-inline void factors(const Product& p, int panel, int from, int rows, int64_t group, float (&out)[kRows][4]) {
-  for (int r = 0; r < rows; ++r) {
-    const float row = p.row_scales ? p.row_scales[from + r][group] : 1.0f;
-    for (int half = 0; half < 4; ++half) {
-      const int at = panel + half / 2 < p.panels ? panel + half / 2 : panel;
-      out[r][half] = row * p.panel_scales[(at * p.groups + group) * 2 + half % 2];
-    }
   }
 }
 
@@ -159,40 +153,12 @@ inline void decode_group(const uint8_t* codes, int64_t steps, uint8_t* to) {
 #endif
 }
 
-// FP8: a scale for every group of 128 inner elements, applied as the group ends.
+// FP8: a scale for every group of 128 inner elements. Several row tiles pass over each group of weights decoded once.
 inline void product_fp8(const Product& p, uint8_t* decoded) {
   constexpr int64_t kSteps = kGroup / 2, kBytes = kPanel * 2;
   const int tiles = (p.count + kRows - 1) / kRows;
-  float scale[kRows][4];
 #ifdef __AVX512BF16__
-  const bool pair = p.panels == 2 && p.count <= 3;
-  if (tiles == 1) {
-    using Step = WordStep<E4m3Words>;
-    for (int panel = 0; panel < (pair ? 1 : p.panels); ++panel) {
-      const TileTask whole = [&] {
-        TileTask t = tile_task<Step>(p, panel);
-        fetch_ahead<Step>(p, panel, pair ? 2 : 1, t);
-        return t;
-      }();
-      for (int64_t g = 0; g < p.groups; ++g) {
-        const int64_t begin = g * kSteps;
-        TileTask t = whole;
-        t.steps = p.steps - begin < kSteps ? p.steps - begin : kSteps;
-        for (int i = 0; i < 2; ++i) {
-          t.w[i] += begin * kBytes;
-          t.prefetch.here[i] += begin * kBytes, t.prefetch.next[i] += begin * kBytes;
-        }
-        const int64_t split = whole.prefetch.split - begin;
-        t.prefetch.split = split < 0 ? 0 : split < t.steps ? split : t.steps;
-        for (int r = 0; r < p.count; ++r) t.rows[r] = p.rows[r] + begin * Step::row_bytes;
-        t.fresh = g == 0;
-        factors(p, panel, 0, p.count, g, scale);
-        t.scale = scale[0];
-        panels_tile<Step>(p.count, pair ? 2 : 1, t);
-      }
-    }
-    return;
-  }
+  if (tiles == 1) return product<WordStep<E4m3Words>>(p);
 #endif
   for (int panel = 0; panel < p.panels; ++panel) {
     Fetcher fetcher(p, panel, p.steps * 2 / DecodedStep::depth * tiles);
@@ -201,14 +167,10 @@ inline void product_fp8(const Product& p, uint8_t* decoded) {
       decode_group(p.w + panel * p.panel_bytes + begin * kBytes, steps, decoded);
       for (int i = 0; i < tiles; ++i) {
         const int from = p.count * i / tiles, count = p.count * (i + 1) / tiles - from;
-        TileTask t = tile_task<DecodedStep>(p, panel);
+        TileTask t = tile_task<DecodedStep>(p, panel, from, count, g);
         t.w[0] = decoded;
         t.steps = steps * 2 / DecodedStep::depth;
-        t.sums += from * p.stride;
-        t.fresh = g == 0;
-        for (int r = 0; r < count; ++r) t.rows[r] = p.rows[from + r] + begin * 2 / DecodedStep::depth * DecodedStep::row_bytes;
-        factors(p, panel, from, count, g, scale);
-        t.scale = scale[0];
+        for (int r = 0; r < count; ++r) t.rows[r] += begin * 2 / DecodedStep::depth * DecodedStep::row_bytes;
         fetcher.put(t);
         panels_tile<DecodedStep>(count, 1, t);
       }

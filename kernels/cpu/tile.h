@@ -26,56 +26,71 @@ struct TileTask {
   int64_t steps;
   float* sums;  // [rows][stride]; the second panel's columns follow the first's
   int64_t stride;
-  bool fresh;          // start from zero, not from what `sums` holds
-  const float* scale;  // null, or [rows][4]: sums += scale * product, a factor for each half of each panel
+  bool fresh;  // start from zero, not from what `sums` holds
+  // With `group` > 0: every so many steps, sums += product * row_scales[row][group] * panel_scales[panel][group][half of the panel].
+  int64_t group;
+  const float* row_scales[kRows];  // null: 1
+  const float* panel_scales[2];
   Prefetch prefetch;
 };
+
+// sums (+)= products of group `g` by its scales.
+template <class Step, int R, int V>
+void write_scaled(const TileTask& task, const typename Step::Sum (&sums)[R][V], int64_t g, int first) {
+  constexpr int kHalf = kPanel / 2;
+  for (int r = 0; r < R; ++r) {
+    const float row = task.row_scales[r] ? task.row_scales[r][g] : 1.0f;
+    float factor[4];
+#pragma GCC unroll 4
+    for (int half = 0; half < 4; ++half) factor[half] = row * task.panel_scales[half / 2][g * 2 + half % 2];
+#pragma GCC unroll 8
+    for (int j = 0; j < V; ++j) {
+      const int column = first + j * Step::kWidth;
+      float* at = task.sums + r * task.stride + column;
+      const Vec scale = splat(factor[column / kHalf]);
+      store(at, task.fresh && g == 0 ? mul(sums[r][j], scale) : fma(sums[r][j], scale, load(at)));
+    }
+  }
+}
 
 // V vectors of columns from column `first` of the panels on.
 template <class Step, int R, int V>
 void tile(const TileTask& t, int first) {
   constexpr int kWidth = Step::kWidth;  // columns of a vector
-  const TileTask task = t;
-  typename Step::Sum sums[R][V];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int j = 0; j < V; ++j) {
-      if (task.fresh || task.scale) {
-        sums[r][j] = Step::none();
-      } else {
-        sums[r][j] = Step::read(task.sums + r * task.stride + first + j * kWidth);
-      }
-    }
   constexpr int kPanels = V * kWidth > kPanel ? 2 : 1;
-  int64_t i = 0;
-  for (int part = 0; part < 2; ++part) {
-    const int64_t end = part ? task.steps : task.prefetch.split;
-    for (; i < end; ++i) {
-      for (int l = 0; l < task.prefetch.lines; ++l)
-#pragma GCC unroll 2
-        for (int p = 0; p < kPanels; ++p) {
-          const uint8_t* from = part ? task.prefetch.next[p] : task.prefetch.here[p];
-          _mm_prefetch((const char*)(from + (i * task.prefetch.lines + l) * 64), _MM_HINT_T0);
-        }
-      Step::template multiply<R, V>(sums, task.rows, task.w, i, first);
-    }
-  }
+  const TileTask task = t;
+  const int64_t group = task.group ? task.group : task.steps;
+  for (int64_t i = 0, g = 0; i < task.steps; ++g) {
+    typename Step::Sum sums[R][V];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int j = 0; j < V; ++j) {
-      const int column = first + j * kWidth;
-      float* at = task.sums + r * task.stride + column;
-      if constexpr (Step::kScaled) {
-        if (task.scale) {
-          const Vec factor = splat(task.scale[r * 4 + column / (kPanel / 2)]);
-          store(at, task.fresh ? mul(sums[r][j], factor) : fma(sums[r][j], factor, load(at)));
-          continue;
-        }
+      for (int j = 0; j < V; ++j) {
+        const bool zero = task.fresh || task.group;
+        sums[r][j] = zero ? Step::none() : Step::read(task.sums + r * task.stride + first + j * kWidth);
       }
-      Step::write(at, sums[r][j]);
+    const int64_t until = i + group < task.steps ? i + group : task.steps;
+    for (int part = 0; part < 2; ++part) {
+      const uint8_t* const* from = part ? task.prefetch.next : task.prefetch.here;
+      const int64_t end = part || until < task.prefetch.split ? until : task.prefetch.split;
+      for (; i < end; ++i) {
+        for (int l = 0; l < task.prefetch.lines; ++l)
+#pragma GCC unroll 2
+          for (int p = 0; p < kPanels; ++p) _mm_prefetch((const char*)(from[p] + (i * task.prefetch.lines + l) * 64), _MM_HINT_T0);
+        Step::template multiply<R, V>(sums, task.rows, task.w, i, first);
+      }
     }
+    if constexpr (Step::kScaled) {
+      if (task.group) {
+        write_scaled<Step, R, V>(task, sums, g, first);
+        continue;
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int j = 0; j < V; ++j) Step::write(task.sums + r * task.stride + first + j * kWidth, sums[r][j]);
+  }
 }
 
 template <class Step, int V>
