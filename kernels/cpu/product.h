@@ -31,7 +31,7 @@ struct Product {
 // Rows [from, from + count) and the panels from `panel` on, of inner elements from group `g` of scales on when there are scales.
 template <class Step>
 TileTask tile_task(const Product& p, int panel, int from, int count, int64_t g = 0) {
-  TileTask t{};
+  TileTask t;
   t.w[0] = p.w + panel * p.panel_bytes;
   t.w[1] = t.w[0] + p.panel_bytes;
   t.steps = p.steps;
@@ -39,8 +39,8 @@ TileTask tile_task(const Product& p, int panel, int from, int count, int64_t g =
   t.stride = p.stride;
   t.fresh = g == 0;
   for (int r = 0; r < count; ++r) t.rows[r] = p.rows[from + r];
+  t.group = p.panel_scales ? kGroup / Step::depth : 0;
   if (p.panel_scales) {
-    t.group = kGroup / Step::depth;
     for (int r = 0; r < count; ++r) t.row_scales[r] = p.row_scales ? p.row_scales[from + r] + g : nullptr;
     for (int i = 0; i < 2; ++i) t.panel_scales[i] = p.panel_scales + ((panel + i < p.panels ? panel + i : panel) * p.groups + g) * 2;
   }
@@ -119,20 +119,37 @@ void product(const Product& p) {
 }
 
 #ifdef __AVX512BF16__
-using DecodedStep = WordStep<Bf16Words>;
-#else
-using DecodedStep = FloatStep<F32Singles>;
-#endif
 
-// One group of a panel of e4m3 codes -> the storage of `DecodedStep`.
-inline void decode_group(const uint8_t* codes, int64_t steps, uint8_t* to) {
-#ifdef __AVX512BF16__
-  for (int64_t i = 0; i < steps; ++i) {
-    __m512i words[4];
-    E4m3Words::load(codes + i * E4m3Words::bytes, words);
-    for (int g = 0; g < 4; ++g) _mm512_store_si512(to + i * 256 + g * 64, words[g]);
+// FP8: a scale for every group of 128 inner elements. Of several row tiles, the first decodes a group of weights for all.
+inline void product_fp8(const Product& p, uint8_t* decoded) {
+  constexpr int64_t kSteps = kGroup / 2;
+  using First = WordStep<E4m3Words, true>;
+  using Later = WordStep<Bf16Words>;
+  const int tiles = (p.count + kRows - 1) / kRows;
+  if (tiles == 1) return product<WordStep<E4m3Words>>(p);
+  for (int panel = 0; panel < p.panels; ++panel) {
+    Fetcher fetcher(p, panel, p.steps * tiles);
+    for (int64_t g = 0; g < p.groups; ++g) {
+      const int64_t begin = g * kSteps;
+      for (int i = 0; i < tiles; ++i) {
+        const int from = p.count * i / tiles, count = p.count * (i + 1) / tiles - from;
+        TileTask t = tile_task<Later>(p, panel, from, count, g);
+        t.w[0] = i ? decoded : t.w[0] + begin * First::bytes;
+        t.decoded = decoded;
+        t.steps = p.steps - begin < kSteps ? p.steps - begin : kSteps;
+        for (int r = 0; r < count; ++r) t.rows[r] += begin * Later::row_bytes;
+        fetcher.put(t);
+        if (i == 0) panels_tile<First>(count, 1, t);
+        if (i > 0) panels_tile<Later>(count, 1, t);
+      }
+    }
   }
+}
+
 #else
+
+// One group of a panel of e4m3 codes -> fp32.
+inline void decode_group(const uint8_t* codes, int64_t steps, float* to) {
   static const struct Values {
     float of[256];
     Values() {
@@ -144,38 +161,36 @@ inline void decode_group(const uint8_t* codes, int64_t steps, uint8_t* to) {
       }
     }
   } values;
-  float* out = (float*)to;
   for (int64_t i = 0; i < steps * 2; ++i)
     for (int lane = 0; lane < kPanel; ++lane) {
       const int in = lane % 32, column = (in % 16) / 4 * 16 + (in / 16) * 8 + in % 4 * 2;
-      out[i * kPanel + lane] = values.of[codes[(i / 2) * 128 + lane / 32 * 64 + column + i % 2]];
+      to[i * kPanel + lane] = values.of[codes[(i / 2) * 128 + lane / 32 * 64 + column + i % 2]];
     }
-#endif
 }
 
-// FP8: a scale for every group of 128 inner elements. Several row tiles pass over each group of weights decoded once.
+// FP8: a scale for every group of 128 inner elements; weights are decoded once for all row tiles.
 inline void product_fp8(const Product& p, uint8_t* decoded) {
   constexpr int64_t kSteps = kGroup / 2, kBytes = kPanel * 2;
+  using Step = FloatStep<F32Singles>;
   const int tiles = (p.count + kRows - 1) / kRows;
-#ifdef __AVX512BF16__
-  if (tiles == 1) return product<WordStep<E4m3Words>>(p);
-#endif
   for (int panel = 0; panel < p.panels; ++panel) {
-    Fetcher fetcher(p, panel, p.steps * 2 / DecodedStep::depth * tiles);
+    Fetcher fetcher(p, panel, p.steps * 2 * tiles);
     for (int64_t g = 0; g < p.groups; ++g) {
       const int64_t begin = g * kSteps, steps = p.steps - begin < kSteps ? p.steps - begin : kSteps;
-      decode_group(p.w + panel * p.panel_bytes + begin * kBytes, steps, decoded);
+      decode_group(p.w + panel * p.panel_bytes + begin * kBytes, steps, (float*)decoded);
       for (int i = 0; i < tiles; ++i) {
         const int from = p.count * i / tiles, count = p.count * (i + 1) / tiles - from;
-        TileTask t = tile_task<DecodedStep>(p, panel, from, count, g);
+        TileTask t = tile_task<Step>(p, panel, from, count, g);
         t.w[0] = decoded;
-        t.steps = steps * 2 / DecodedStep::depth;
-        for (int r = 0; r < count; ++r) t.rows[r] += begin * 2 / DecodedStep::depth * DecodedStep::row_bytes;
+        t.steps = steps * 2;
+        for (int r = 0; r < count; ++r) t.rows[r] += begin * 2 * Step::row_bytes;
         fetcher.put(t);
-        panels_tile<DecodedStep>(count, 1, t);
+        panels_tile<Step>(count, 1, t);
       }
     }
   }
 }
+
+#endif
 
 }  // namespace

@@ -23,7 +23,7 @@ struct FloatStep {
   static void write(float* p, Sum v) { store(p, v); }
 
   template <int R, int V>
-  static void multiply(Sum (&sums)[R][V], const uint8_t* const* rows, const uint8_t* const* w, int64_t i, int first) {
+  static void multiply(Sum (&sums)[R][V], const TileTask& task, int64_t i, int first) {
     constexpr int kGroup = kLanes == 16 ? (V < 4 ? V : 4) : (V < 2 ? V : 2);  // weights in registers at a time
 #pragma GCC unroll 4
     for (int j = 0; j < V; j += kGroup)
@@ -33,11 +33,11 @@ struct FloatStep {
 #pragma GCC unroll 4
         for (int g = 0; g < kGroup; ++g) {
           const int column = first + (j + g) * kWidth;
-          weight[g] = Weight::at(w[column / kPanel] + i * bytes, column % kPanel, k);
+          weight[g] = Weight::at(task.w[column / kPanel] + i * bytes, column % kPanel, k);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const Vec x = splat(((const float*)rows[r])[i * depth + k]);
+          const Vec x = splat(((const float*)task.rows[r])[i * depth + k]);
 #pragma GCC unroll 4
           for (int g = 0; g < kGroup; ++g) sums[r][j + g] = fma(x, weight[g], sums[r][j + g]);
         }
@@ -70,8 +70,9 @@ struct F32Singles {
 
 #ifdef __AVX512BF16__
 
-// Products by instructions that take a 32-bit word of several inner elements from either side: 16 columns a vector.
-template <class Words>
+// Products by instructions that take a 32-bit word of several inner elements from either side: 16 columns a vector. With kKeeps the words
+// of weights, as they are multiplied, are kept for other rows.
+template <class Words, bool kKeeps = false>
 struct WordStep {
   using Sum = typename Words::Sum;
   static constexpr int kWidth = 16, kSums = 24;
@@ -82,14 +83,16 @@ struct WordStep {
   static void write(float* p, Sum v) { _mm512_storeu_si512(p, (__m512i)v); }
 
   template <int R, int V>
-  static void multiply(Sum (&sums)[R][V], const uint8_t* const* rows, const uint8_t* const* w, int64_t i, int) {
+  static void multiply(Sum (&sums)[R][V], const TileTask& task, int64_t i, int) {
 #pragma GCC unroll 2
     for (int panel = 0; panel < V / 4; ++panel) {
       __m512i weight[4];
-      Words::load(w[panel] + i * bytes, weight);
+      Words::template load<R * V>(task.w[panel] + i * bytes, weight);
+      if constexpr (kKeeps)
+        for (int g = 0; g < 4; ++g) _mm512_store_si512(task.decoded + i * 256 + g * 64, weight[g]);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const __m512i x = _mm512_set1_epi32(word_at(rows[r] + i * 4));
+        const __m512i x = _mm512_set1_epi32(word_at(task.rows[r] + i * 4));
 #pragma GCC unroll 4
         for (int g = 0; g < 4; ++g) sums[r][panel * 4 + g] = Words::dot(sums[r][panel * 4 + g], x, weight[g]);
       }
@@ -101,6 +104,7 @@ struct Bf16Words {
   using Sum = __m512;
   static constexpr int64_t depth = 2, bytes = kPanel * 4;
   static constexpr bool kScaled = true;
+  template <int Sums>
   static void load(const uint8_t* step, __m512i (&weight)[4]) {
 #pragma GCC unroll 4
     for (int g = 0; g < 4; ++g) weight[g] = _mm512_loadu_si512(step + g * 64);
@@ -133,9 +137,13 @@ struct E4m3Words {
   static constexpr int64_t depth = 2, bytes = kPanel * 2;
   static constexpr bool kScaled = true;
 
+  template <int Sums>
   static void load(const uint8_t* step, __m512i (&weight)[4]) {
-    const __m512i low0 = _mm512_load_si512(e4m3_table.low), low1 = _mm512_load_si512(e4m3_table.low + 64);
-    const __m512i high0 = _mm512_load_si512(e4m3_table.high), high1 = _mm512_load_si512(e4m3_table.high + 64);
+    const E4m3Table* table = &e4m3_table;
+    // Beside so many sums no registers are left for the table: keep its loads in the loop.
+    if constexpr (Sums > 16) asm("" : "+r"(table));
+    const __m512i low0 = _mm512_load_si512(table->low), low1 = _mm512_load_si512(table->low + 64);
+    const __m512i high0 = _mm512_load_si512(table->high), high1 = _mm512_load_si512(table->high + 64);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const __m512i codes = _mm512_loadu_si512(step + half * 64);
@@ -154,7 +162,10 @@ struct Int8Words {
   using Sum = __m512i;
   static constexpr int64_t depth = 4, bytes = kPanel * 4;
   static constexpr bool kScaled = false;
-  static void load(const uint8_t* step, __m512i (&weight)[4]) { Bf16Words::load(step, weight); }
+  template <int Sums>
+  static void load(const uint8_t* step, __m512i (&weight)[4]) {
+    Bf16Words::load<Sums>(step, weight);
+  }
   static Sum dot(Sum sum, __m512i x, __m512i weight) { return _mm512_dpbusd_epi32(sum, x, weight); }
 };
 

@@ -31,35 +31,27 @@ struct TileTask {
   int64_t group;
   const float* row_scales[kRows];  // null: 1
   const float* panel_scales[2];
+  uint8_t* decoded;  // where a step that keeps its weights puts them
   Prefetch prefetch;
 };
 
-// sums (+)= products of group `g` by its scales.
-template <class Step, int R, int V>
-void write_scaled(const TileTask& task, const typename Step::Sum (&sums)[R][V], int64_t g, int first) {
-  constexpr int kHalf = kPanel / 2;
+// The factors of group `g`: of every row, for each half of each panel.
+template <int R>
+void factors(const TileTask& task, int64_t g, float (&out)[R][4]) {
   for (int r = 0; r < R; ++r) {
     const float row = task.row_scales[r] ? task.row_scales[r][g] : 1.0f;
-    float factor[4];
-#pragma GCC unroll 4
-    for (int half = 0; half < 4; ++half) factor[half] = row * task.panel_scales[half / 2][g * 2 + half % 2];
-#pragma GCC unroll 8
-    for (int j = 0; j < V; ++j) {
-      const int column = first + j * Step::kWidth;
-      float* at = task.sums + r * task.stride + column;
-      const Vec scale = splat(factor[column / kHalf]);
-      store(at, task.fresh && g == 0 ? mul(sums[r][j], scale) : fma(sums[r][j], scale, load(at)));
-    }
+    for (int half = 0; half < 4; ++half) out[r][half] = row * task.panel_scales[half / 2][g * 2 + half % 2];
   }
 }
 
 // V vectors of columns from column `first` of the panels on.
 template <class Step, int R, int V>
-void tile(const TileTask& t, int first) {
+__attribute__((noinline)) void tile(const TileTask& t, int first) {
+  const TileTask task = t;
   constexpr int kWidth = Step::kWidth;  // columns of a vector
   constexpr int kPanels = V * kWidth > kPanel ? 2 : 1;
-  const TileTask task = t;
   const int64_t group = task.group ? task.group : task.steps;
+  const int lines = task.prefetch.lines;
   for (int64_t i = 0, g = 0; i < task.steps; ++g) {
     typename Step::Sum sums[R][V];
 #pragma GCC unroll 8
@@ -70,26 +62,36 @@ void tile(const TileTask& t, int first) {
         sums[r][j] = zero ? Step::none() : Step::read(task.sums + r * task.stride + first + j * kWidth);
       }
     const int64_t until = i + group < task.steps ? i + group : task.steps;
+#pragma GCC unroll 1
     for (int part = 0; part < 2; ++part) {
-      const uint8_t* const* from = part ? task.prefetch.next : task.prefetch.here;
+      const uint8_t* const* fetch = part ? task.prefetch.next : task.prefetch.here;
+      const uint8_t* const from[2] = {fetch[0], fetch[1]};
       const int64_t end = part || until < task.prefetch.split ? until : task.prefetch.split;
       for (; i < end; ++i) {
-        for (int l = 0; l < task.prefetch.lines; ++l)
+        for (int l = 0; l < lines; ++l)
 #pragma GCC unroll 2
-          for (int p = 0; p < kPanels; ++p) _mm_prefetch((const char*)(from[p] + (i * task.prefetch.lines + l) * 64), _MM_HINT_T0);
-        Step::template multiply<R, V>(sums, task.rows, task.w, i, first);
+          for (int p = 0; p < kPanels; ++p) _mm_prefetch((const char*)(from[p] + (i * lines + l) * 64), _MM_HINT_T0);
+        Step::template multiply<R, V>(sums, task, i, first);
       }
     }
-    if constexpr (Step::kScaled) {
-      if (task.group) {
-        write_scaled<Step, R, V>(task, sums, g, first);
-        continue;
-      }
-    }
+    float factor[R][4];
+    if (task.group) factors(task, g, factor);
+    const bool fresh = task.fresh && g == 0;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-      for (int j = 0; j < V; ++j) Step::write(task.sums + r * task.stride + first + j * kWidth, sums[r][j]);
+      for (int j = 0; j < V; ++j) {
+        const int column = first + j * kWidth;
+        float* at = task.sums + r * task.stride + column;
+        if constexpr (Step::kScaled) {
+          if (task.group) {
+            const Vec scale = splat(factor[r][column / (kPanel / 2)]);
+            store(at, fresh ? mul(sums[r][j], scale) : fma(sums[r][j], scale, load(at)));
+            continue;
+          }
+        }
+        Step::write(at, sums[r][j]);
+      }
   }
 }
 
