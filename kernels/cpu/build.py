@@ -31,6 +31,7 @@ _REASONS: dict[str, str] = {}
 _FAILED: set[tuple[str, str]] = set()
 
 
+@functools.cache
 def isa(name: str = "experts") -> str | None:
     """The best instruction set of this host for which kernel `name` was built; None (and `why_not` says why) without one."""
     return next((i for i in INSTRUCTIONS if library(name, i) is not None), None)

@@ -47,7 +47,7 @@ void factors(const TileTask& task, int64_t g, float (&out)[R][4]) {
 // V vectors of columns from column `first` of the panels on.
 template <class Step, int R, int V>
 __attribute__((noinline)) void tile(const TileTask& t, int first) {
-  const TileTask task = t;
+  const TileTask task = t;  // a copy, which writing sums can't change
   constexpr int kWidth = Step::kWidth;  // columns of a vector
   constexpr int kPanels = V * kWidth > kPanel ? 2 : 1;
   const int64_t group = task.group ? task.group : task.steps;
