@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,11 @@ def test_whole_model() -> None:
     found = bench_model.end_to_end(layers=1, prompt=8, new_tokens=2, rounds=1)
     assert [row["form"] for row in found["rows"]] == ["moefx", "transformers_eager", "transformers_grouped_mm"]
     assert found["rows"][0]["generate_ratio"] == 1.0 and "prefill" in bench_model.text(found)
+
+
+@needs_limits
+def test_example(capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "bench_experts.py"))
+    example["main"](["--shape", "64,32,8,2", "--tokens", "1,5", "--seconds", "0.05", "--dtype", "float32"])
+    out = capsys.readouterr().out
+    assert "H 64, D 32, E 8, top-2, float32" in out and "transformers_eager" in out
