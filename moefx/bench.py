@@ -15,7 +15,7 @@ import torch
 
 from moefx import decision
 from moefx.activation.spec import Activation
-from moefx.bench_peers import MADE_FOR_EACH, PEERS, Case, Missing, Run
+from moefx.bench_peers import MADE_FOR_EACH, PEERS, Call, Case, Missing, Run, compile_for
 from moefx.layer import Layer
 from moefx.options import Options
 
@@ -34,10 +34,12 @@ def bench(
     seconds: float = 10.0,
     routing: str = "even",
 ) -> dict[str, Any]:
-    """`{"shape", "dtype", "kernel", "rows": [...], "missing": {...}}`; a row for each number of tokens.
+    """`{"shape", "dtype", "kernel", "rows": [...], "missing": {...}}`; a row for each number of tokens. Its "best_transformers" is the
+    fastest of transformers' forms there, compiled ones included, or None.
 
     shape: (H, D, E, K). dtype: "bfloat16", "float16", "float32", "fp8" or "int8" (the last two are the precision asked of moefx, on bf16
-    activations; peers without it run in bf16). peers: names of `PEERS`; default: all. seconds: about how long a row takes.
+    activations; peers without it run in bf16). peers: names of `PEERS`; default: all. seconds: about how long a row is timed, in at least 5
+    rounds, and the longest a compiled peer may take to meet the routings before that.
     routing: "even", or "skewed" (90% of the tokens to a tenth of the experts).
     """
     hidden, width, experts, top_k = _checked(shape, tokens, dtype, peers, routing)
@@ -53,14 +55,17 @@ def bench(
     with torch.inference_mode():
         for count in tokens:
             case = Case(hidden, width, experts, top_k, count, dtype, w13, w2)
+            calls = [_call(case, routing) for _ in range(COUNT)]
             for name in peers if peers is not None else PEERS:
                 try:
                     if name not in contenders or name in MADE_FOR_EACH:
                         contenders[name] = PEERS[name](case)
+                    if name in MADE_FOR_EACH:
+                        compile_for(contenders[name], calls, seconds)
                 except Missing as reason:
                     contenders.pop(name, None)
                     missing[f"{name} at {count} tokens" if name in MADE_FOR_EACH else name] = str(reason)
-            found["rows"].append(_row(case, contenders, canary, seconds, routing))
+            found["rows"].append(_row(case, contenders, calls, canary, seconds))
     found["missing"] = missing
     return found
 
@@ -100,10 +105,9 @@ def _moefx(w13: torch.Tensor, w2: torch.Tensor, top_k: int, dtype: str) -> tuple
     return lambda x, ids, weights: kernel.op(x, ids, weights, *packed, code), kernel.name
 
 
-def _row(case: Case, contenders: dict[str, Run], canary: torch.Tensor, seconds: float, routing: str) -> dict[str, Any]:
+def _row(case: Case, contenders: dict[str, Run], calls: Sequence[Call], canary: torch.Tensor, seconds: float) -> dict[str, Any]:
     from moefx.kernels.cpu import limits
 
-    calls = [_call(case, routing) for _ in range(COUNT)]
     wanted = contenders["moefx"](*calls[0]).float()
     errors = {name: _error(run(*calls[0]), wanted) for name, run in contenders.items()}
     for name, error in errors.items():
@@ -123,6 +127,7 @@ def _row(case: Case, contenders: dict[str, Run], canary: torch.Tensor, seconds: 
     medians = {name: 1e3 * statistics.median(t) for name, t in times.items()}
     own, bandwidth = medians.pop("moefx"), statistics.median(bandwidths)
     floor = _floor(case, calls, bandwidth)
+    ratios = {name: {"ms": round(ms, 6), "ratio": round(ms / own, 3)} for name, ms in medians.items()}
     return {
         "tokens": case.tokens,
         "rounds": len(bandwidths),
@@ -130,11 +135,21 @@ def _row(case: Case, contenders: dict[str, Run], canary: torch.Tensor, seconds: 
         "moefx_ms": round(own, 6),
         "floor_ms": round(floor, 6),
         "percent_of_floor": round(100 * floor / own, 1),
-        "peers": {name: {"ms": round(ms, 6), "ratio": round(ms / own, 3)} for name, ms in medians.items()},
+        "peers": ratios,
+        "best_transformers": _best_transformers(ratios),
     }
 
 
-def _call(case: Case, routing: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _best_transformers(peers: dict[str, dict[str, float]]) -> dict[str, Any] | None:
+    """The fastest of transformers' forms, compiled ones included; None where none was compared."""
+    forms = [name for name in peers if name.startswith("transformers_")]
+    if not forms:
+        return None
+    best = min(forms, key=lambda name: peers[name]["ms"])
+    return {"name": best, "ratio": peers[best]["ratio"]}
+
+
+def _call(case: Case, routing: str) -> Call:
     scores = torch.rand(case.tokens, case.experts)
     if routing == "skewed":
         hot = torch.rand(case.experts) < 0.1
@@ -147,7 +162,7 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.float() - want).abs().max() / want.abs().max().clamp_min(1e-30)).item()
 
 
-def _floor(case: Case, calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], bandwidth: float) -> float:
+def _floor(case: Case, calls: Sequence[Call], bandwidth: float) -> float:
     """Milliseconds below which no form can be: reading each expert that is hit once, or the products in registers."""
     from moefx.kernels.cpu import limits
 
@@ -172,14 +187,17 @@ def text(found: dict[str, Any]) -> str:
     )
     table = Table(title=title, title_justify="left")
     names = list(dict.fromkeys(n for row in found["rows"] for n in row["peers"]))
-    for column in ("tokens", "GB/s", "moefx ms", "floor ms", "% of floor", *(f"{n}\nms (ratio)" for n in names)):
+    best = ["best of transformers\n(ratio)"] if any(row["best_transformers"] for row in found["rows"]) else []
+    for column in ("tokens", "GB/s", "moefx ms", "floor ms", "% of floor", *(f"{n}\nms (ratio)" for n in names), *best):
         table.add_column(column, justify="right")
     for row in found["rows"]:
         peers = [f"{row['peers'][n]['ms']:.2f} ({row['peers'][n]['ratio']:.2f})" if n in row["peers"] else "-" for n in names]
         own = [f"{row['bandwidth_gb_s']:.1f}", f"{row['moefx_ms']:.2f}", f"{row['floor_ms']:.2f}", f"{row['percent_of_floor']:.0f}"]
-        table.add_row(str(row["tokens"]), *own, *peers)
+        form = row["best_transformers"]
+        fastest = [f"{form['name'].removeprefix('transformers_')} ({form['ratio']:.2f})" if form else "-"] if best else []
+        table.add_row(str(row["tokens"]), *own, *peers, *fastest)
     buffer = io.StringIO()
-    Console(file=buffer, width=60 + 30 * len(names), force_terminal=False).print(table)
+    Console(file=buffer, width=60 + 36 * (len(names) + len(best)), force_terminal=False).print(table)
     return buffer.getvalue() + "".join(f"{name}: not compared: {reason}\n" for name, reason in found["missing"].items())
 
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo.exc import TorchDynamoException
 
+Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""(x, ids, weights)."""
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 GATHER_LIMIT = 4 << 30  # bytes of weights that a gathered form may copy for one call
 
@@ -61,11 +65,42 @@ def transformers_grouped_mm(case: Case) -> Run:
     return _transformers(case, "grouped_mm")
 
 
+def transformers_eager_compiled(case: Case) -> Run:
+    """Its loop over the experts breaks the graph: the parts before and inside the loop are compiled apart, as a user gets it."""
+    return _compiled(case, "eager")
+
+
+def transformers_grouped_mm_compiled(case: Case) -> Run:
+    return _compiled(case, "grouped_mm")
+
+
 def transformers_batched_mm_compiled(case: Case) -> Run:
     gathered = case.tokens * case.top_k * 3 * case.hidden * case.width * case.w13.element_size()
     if gathered > GATHER_LIMIT:
         raise Missing(f"gathers {gathered / 2**30:.0f} GiB of weights a call")
-    return torch.compile(_transformers(case, "batched_mm"), dynamic=False)
+    return _compiled(case, "batched_mm")
+
+
+def _compiled(case: Case, form: str) -> Run:
+    """Graphs of its own: all forms are one function to dynamo, which stops compiling it at the eighth graph and says so in a log only."""
+    compile_alone: Any = torch.compile  # its overloads do not name isolate_recompiles
+    return compile_alone(_transformers(case, form), dynamic=False, isolate_recompiles=True)
+
+
+def compile_for(run: Run, calls: Sequence[Call], seconds: float) -> None:
+    """Calls a compiled peer on the routings it will be timed on, so that compiling isn't timed; `Missing` if it can't compile.
+
+    A form that compiles anew for many routings stops after the call in which `seconds` have passed.
+    """
+    started = time.perf_counter()
+    try:
+        for call in calls:
+            run(*call)
+            if time.perf_counter() - started > seconds:
+                return
+    except TorchDynamoException as error:
+        reason = " ".join(str(error).splitlines()[:2]).strip()  # the first may only name the backend
+        raise Missing(f"torch.compile fails: {reason or type(error).__name__}") from error
 
 
 def torch_onednn_loop(case: Case) -> Run:
@@ -120,36 +155,71 @@ def sgl_fused_experts(case: Case) -> Run:
     return run
 
 
-def zentorch_fused_moe(case: Case) -> Run:
-    """ZenDNN's experts kernel in bf16. It rewrites the weights it is given, so it gets copies."""
+def _zentorch() -> Any:
+    """Its ops."""
     if importlib.util.find_spec("zentorch") is None:
         raise Missing("pip install zentorch")
     try:
         importlib.import_module("zentorch")
     except (ImportError, OSError) as error:
         raise Missing(f"zentorch does not load: {str(error).splitlines()[0]}") from error
+    return torch.ops.zentorch
+
+
+def zentorch_fused_moe(case: Case) -> Run:
+    """ZenDNN's experts kernel in bf16. It rewrites the weights it is given, so it gets copies."""
+    ops = _zentorch()
     if case.w13.dtype != torch.bfloat16 or case.dtype == "fp8":
         raise Missing("compared in bf16")
     w13, w2 = case.w13.clone(), case.w2.clone()
 
     def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
-        torch.ops.zentorch.zentorch_fused_moe(out, x, w13, w2, None, None, weights.float(), ids.int(), False, "silu")
+        ops.zentorch_fused_moe(out, x, w13, w2, None, None, weights.float(), ids.int(), False, "silu")
         return out
 
     return run
 
 
-MADE_FOR_EACH = frozenset({"transformers_batched_mm_compiled"})
-"""Peers made anew for each number of tokens; the others keep their packed weights over a run."""
+def zentorch_int8(case: Case) -> Run:
+    """The same kernel on int8 weights with a scale for each output column; it quantises each token as it comes."""
+    if case.dtype != "int8":
+        raise Missing("compared in int8")
+    ops = _zentorch()
+    # The kernel knows packed int8 weights by their address, which an earlier case may have had.
+    ops.zentorch_flush_moe_weight_cache()
+    (w13, s13), (w2, s2) = _int8(case.w13), _int8(case.w2)
+
+    def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        ops.zentorch_fused_moe(out, x, w13, w2, None, None, weights.float(), ids.int(), False, "silu", s13, s2)
+        return out
+
+    return run
+
+
+def _int8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric int8 [E, N, K] and fp32 scales [E, N], an expert at a time so that no fp32 copy of all is held."""
+    quantised, scales = w.new_empty(w.shape, dtype=torch.int8), w.new_empty(w.shape[:2], dtype=torch.float32)
+    for expert, values, scale in zip(w, quantised, scales, strict=True):
+        scale.copy_(expert.abs().amax(-1).float() / 127).clamp_min_(torch.finfo(torch.float32).tiny)
+        values.copy_((expert.float() / scale[:, None]).round())
+    return quantised, scales
+
+
+MADE_FOR_EACH = frozenset({"transformers_eager_compiled", "transformers_grouped_mm_compiled", "transformers_batched_mm_compiled"})
+"""Compiled peers, made anew for each number of tokens; the others keep their packed weights over a run."""
 PEERS: dict[str, Callable[[Case], Run]] = {
     f.__name__: f
     for f in (
         transformers_eager,
         transformers_grouped_mm,
+        transformers_eager_compiled,
+        transformers_grouped_mm_compiled,
         transformers_batched_mm_compiled,
         torch_onednn_loop,
         sgl_fused_experts,
         zentorch_fused_moe,
+        zentorch_int8,
     )
 }
