@@ -27,6 +27,8 @@ class Kernel:
     the two GEMMs. Both serve estimates alone.
     unpack(packed, H, D, activation) -> (w13, b13, w2, b2), bit for bit; None where packing rounds.
     packs: pack makes new tensors, so weights must be packed before a call (not where a graph is compiled as it stands).
+    joins: pack takes lists in the place of tensors, joined along the experts, and makes no copy of the whole; the experts are the first
+    dimension of all it makes.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Kernel:
     weight_bytes: int | None = None
     row_bytes: int = 12
     packs: bool = False
+    joins: bool = False
     unpack: Callable[[Packed, int, int, str], Packed] | None = None
 
     def __reduce__(self) -> tuple[Callable[[str], Kernel], tuple[str]]:

@@ -71,8 +71,8 @@ def optimize(
     records = []
     for c in _shown(candidates):
         records.append(_guarded(result, c, options, ranks, examples.get(c.name), verify, traces))
-        if inplace and records[-1].rewritten and ranks is None:
-            _release(result, records[-1])
+        if inplace and records[-1].rewritten and records[-1].packed_bytes:
+            _release(result, records[-1], ranks)
     left = [r for r in records if not r.rewritten or _other_precision(r, options)]
     if strict and (left or not records):
         for _, forward in swap.swapped(result) if inplace else ():
@@ -109,11 +109,17 @@ def _shown(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
         yield from progress.track(candidates, description="moefx: rewriting layers")
 
 
-def _release(model: nn.Module, record: LayerRecord) -> None:
+def _release(model: nn.Module, record: LayerRecord, ranks: Ranks | None) -> None:
     from moefx.release import release
 
     block = model.get_submodule(record.name)
-    record.freed_bytes = release(model, block, block.__dict__["forward"])
+    forward: swap.BlockForward = block.__dict__["forward"]
+    assert forward.pack is not None and record.decision is not None and record.decision.kernel is not None
+    held = sum(t.numel() * t.element_size() for t in (ref() for ref in forward.pack.sources))
+    record.kept_because = "each process of a group keeps those of its own experts"
+    if ranks is None:
+        record.kept_because = release(model, block, forward, record.decision.kernel)
+    record.freed_bytes, record.kept_bytes = (held, 0) if record.kept_because is None else (0, held)
 
 
 def check_arguments(
@@ -351,9 +357,14 @@ def _check(
         warnings.simplefilter("ignore")
         sizes = _both_sides(decision.guard) if decision.guard else ()
         example = list(traced.capture.inputs.values())
-        for inputs in block_inputs(example, traced.routed.experts, traced.routed.top_k, generator, sizes):
-            arguments = dict(zip(traced.capture.inputs, inputs, strict=True)) | dict(traced.capture.constants)
-            got, was = forward(**arguments), type(original).forward(original, **arguments)
+        calls = [
+            dict(zip(traced.capture.inputs, inputs, strict=True)) | dict(traced.capture.constants)
+            for inputs in block_inputs(example, traced.routed.experts, traced.routed.top_k, generator, sizes)
+        ]
+        # Before the first call of the new forward packs the weights: what the block itself needs would lie beside the pack.
+        outputs = [type(original).forward(original, **arguments) for arguments in calls]
+        for arguments, was in zip(calls, outputs, strict=True):
+            got = forward(**arguments)
             want = was if wanted is None else wanted(**arguments)
             a, r = outputs_differ(got, want)
             absolute, relative = max(absolute, a), max(relative, r)

@@ -6,84 +6,121 @@ values, `load_state_dict()` and a call that needs the block as it was bring the 
 
 from __future__ import annotations
 
+import gc
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moefx.kernels.base import Kernel
 from moefx.swap import BlockForward, Pack
 
 
+class Taken(NamedTuple):
+    """One packing call of a kernel.
+
+    `rows`: the experts in each part of its weights, `inputs`: the tensors of all parts; `places`: where what it makes is in the pack.
+    """
+
+    kernel: Kernel
+    hidden: int
+    width: int
+    activation: str
+    rows: tuple[int, ...]
+    inputs: int
+    places: tuple[int | None, ...]
+
+    def given(self, packed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the call took, part by part."""
+        return [v for begin, end in self._ranges() for v in self._unpacked(packed, begin, end)]
+
+    def took(self, packed: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
+        """Whether that is `given`, bit for bit; an expert at a time, since all of them at once are another layer in memory."""
+        apart = all(packed[p].shape[0] == sum(self.rows) for p in self.places if p is not None)
+        kinds = len(given) // len(self.rows)
+        for i, (begin, end) in enumerate(self._ranges()):
+            part, step = given[i * kinds : (i + 1) * kinds], 1 if apart else end - begin
+            for e in range(begin, end, step):
+                if not _same(self._unpacked(packed, e, e + step), [t[e - begin : e - begin + step] for t in part]):
+                    return False
+        return True
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        return list(itertools.pairwise(itertools.accumulate(self.rows, initial=0)))
+
+    def _unpacked(self, packed: Sequence[torch.Tensor], begin: int, end: int) -> list[torch.Tensor]:
+        """What there is of (w13, b13, w2, b2) of the experts [begin, end)."""
+        assert self.kernel.unpack is not None
+        tensors = [None if p is None else packed[p] for p in self.places]
+        if end - begin < sum(self.rows):
+            tensors = [None if t is None else t[begin:end] for t in tensors]
+        return [v for v in self.kernel.unpack(tuple(tensors), self.hidden, self.width, self.activation) if v is not None]
+
+
 class WayBack:
     """From packed tensors to the sources, through the transpose of what led from the sources to the kernel's packing function.
 
-    `before`: sources -> what each packing call takes, then what the pack only moved; data movement alone. `calls`: the (kernel, H, D,
-    activation) of each packing call, `places` where its tensors are among the pack's, `others` where those only moved are.
+    `before`: sources -> what each of the packing `calls` takes, then what the pack only moved (at `others` in the pack); data movement
+    alone.
     """
 
-    def __init__(
-        self,
-        before: fx.GraphModule,
-        others: Sequence[int],
-        calls: Sequence[tuple[Kernel, int, int, str]],
-        places: Sequence[tuple[int | None, ...]],
-    ):
-        self.before, self.others, self.calls, self.places = before, list(others), list(calls), list(places)
+    def __init__(self, before: fx.GraphModule, calls: Sequence[Taken], others: Sequence[int]):
+        self.before, self.calls, self.others = before, list(calls), list(others)
 
     def __call__(self, packed: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The sources, shaped and typed as `like`."""
-        values: list[torch.Tensor] = []
-        for (kernel, hidden, width, activation), places in zip(self.calls, self.places, strict=True):
-            assert kernel.unpack is not None
-            found = kernel.unpack(tuple(None if p is None else packed[p] for p in places), hidden, width, activation)
-            values += [v for v in found if v is not None]
-        values += [packed[i] for i in self.others]
+        values = [v for call in self.calls for v in call.given(packed)] + [packed[i] for i in self.others]
+        return self._transposed(values, like)
+
+    def leads_to(self, sources: Sequence[torch.Tensor], packed: Sequence[torch.Tensor]) -> bool:
+        """Whether the way back gives `sources` bit for bit."""
+        taken = [t.detach() for t in self.before(*sources)]
+        left = list(taken)
+        for call in self.calls:
+            given, left = left[: call.inputs], left[call.inputs :]
+            if not call.took(packed, given):
+                return False
+        return _same([packed[i] for i in self.others], left) and _same(self._transposed(taken, sources), sources)
+
+    def _transposed(self, values: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         nodes = list(self.before.graph.nodes)
-        if self._takes_sources():  # nothing but the order of the arguments
+        if all(n.op in ("placeholder", "output") for n in nodes):  # nothing but the order of the arguments
             by_source: dict[Any, torch.Tensor] = dict(zip(nodes[-1].args[0], values, strict=True))
             return [by_source[n] for n in nodes[:-1]]
         zeros = [torch.zeros((), dtype=t.dtype).expand(t.shape) for t in like]
-        transpose = torch.func.vjp(self.before, *zeros)[1]
-        return list(transpose(tuple(values)))
-
-    def leads_to(self, sources: Sequence[torch.Tensor], packed: Sequence[torch.Tensor]) -> bool:
-        """Whether the way back gives `sources` bit for bit; an expert at a time where packing took them as they are."""
-        if not self._takes_sources() or len(self.calls) > 1 or self.others:
-            return _same(self(packed, sources), sources)
-        experts = sources[0].shape[0]
-        if any(t.shape[0] != experts for t in [*sources, *packed]):
-            return _same(self(packed, sources), sources)
-        each = [([t[e : e + 1] for t in packed], [t[e : e + 1] for t in sources]) for e in range(experts)]
-        return all(_same(self([t.contiguous() for t in part], wanted), wanted) for part, wanted in each)
-
-    def _takes_sources(self) -> bool:
-        return all(n.op in ("placeholder", "output") for n in self.before.graph.nodes)
+        return list(torch.func.vjp(self.before, *zeros)[1](tuple(values)))
 
 
 def _same(made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
     return all(a.shape == b.shape and torch.equal(_bits(a), _bits(b)) for a, b in zip(made, wanted, strict=True))
 
 
-def release(model: nn.Module, block: nn.Module, forward: BlockForward) -> int:
-    """Free the sources of the block's pack; returns the bytes. 0, and nothing changed, where the way back is not bit for bit the same."""
+def release(model: nn.Module, block: nn.Module, forward: BlockForward, kernel: Kernel) -> str | None:
+    """Free the sources of the block's pack. None, or why nothing was changed: the values could not be given back, bit for bit."""
     pack = forward.pack
-    way_back = _way_back(pack) if pack is not None else None
-    if pack is None or way_back is None or _shared(model, forward, pack):
-        return 0
+    assert pack is not None
+    way_back = _way_back(pack)
+    if way_back is None:
+        return f"{kernel.name} rounds them, so their values can't be made again" if kernel.lossy else f"{kernel.name} has no way back"
+    if _shared(model, forward, pack):
+        return "something besides the pack reads them"
     sources = [ref() for ref in pack.sources]
     with torch.no_grad():
         if not way_back.leads_to(sources, pack()):
-            return 0
-    freed = sum(t.numel() * t.element_size() for t in sources)
+            return "the pack does not give their values back bit for bit"
+    storages = [StorageWeakRef(t.untyped_storage()) for t in sources]
     del sources
     pack.hold(way_back)
+    if not all(s.expired() for s in storages):  # torch.export leaves the weights of the block it traced in reference cycles
+        gc.collect()
     block.register_state_dict_post_hook(_Values(pack))
     block.register_load_state_dict_pre_hook(_Restored(pack))
-    return freed
+    return None
 
 
 def _shared(model: nn.Module, forward: BlockForward, pack: Pack) -> bool:
@@ -114,33 +151,33 @@ def _way_back(pack: Pack) -> WayBack | None:
     for node in nodes:
         if node not in parts and node not in calls and node.op != "output":
             mapping[node] = before.node_copy(node, mapping.__getitem__)
-    before.output(tuple(mapping[a] for a in [a for call in calls for a in call.args[:4] if a is not None] + moved))
+    given = [_given(call) for call in calls]
+    before.output(tuple(mapping[a] for a in [a for each in given for part in each for a in part] + moved))
     before.eliminate_dead_code()
-    places = []
-    for call in calls:
-        at = {n.args[1]: outputs.index(n) for n in parts if n.args[0] is call and n in outputs}
-        op: Any = kernels[call.target].op
-        between = len(op._schema.arguments) - len(("x", "ids", "weights", "activation", "first"))
-        places.append(tuple(at.get(i) for i in range(between)))
-    others = [outputs.index(n) for n in moved]
-    return WayBack(fx.GraphModule({}, before), others, [(kernels[c.target], *_sizes(c, pack), str(c.args[4])) for c in calls], places)
+    module = fx.GraphModule({}, before)
+    shapes = iter([t.shape for t in module(*[torch.empty(ref().shape, dtype=ref().dtype, device="meta") for ref in pack.sources])])
+    taken = []
+    for call, each in zip(calls, given, strict=True):
+        sizes = [[next(shapes) for _ in part] for part in each]
+        _, hidden, width = next(s for s in reversed(sizes[0]) if len(s) == 3)
+        rows = tuple(part[0][0] for part in sizes)
+        kernel = kernels[call.target]
+        taken.append(Taken(kernel, hidden, width, str(call.args[4]), rows, sum(map(len, each)), _places(call, kernel, outputs)))
+    return WayBack(module, taken, [outputs.index(n) for n in moved])
 
 
-def _sizes(call: fx.Node, pack: Pack) -> tuple[int, int]:
-    """(H, D) of a packing call, from the second weight it takes."""
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    wanted: Any = call.args[2]
-    for node in pack.function.graph.nodes:
-        mapping[node] = graph.node_copy(node, mapping.__getitem__)
-        if node is wanted:
-            break
-    graph.output(mapping[wanted])
-    with torch.device("meta"):
-        shapes = [torch.empty(ref().shape, dtype=ref().dtype) for ref in pack.sources]
-    needed = [n for n in graph.nodes if n.op == "placeholder"]
-    _, hidden, width = fx.GraphModule({}, graph)(*shapes[: len(needed)]).shape
-    return hidden, width
+def _given(call: fx.Node) -> list[list[Any]]:
+    """What there is of (w13, b13, w2, b2) in each part of a packing call's weights."""
+    given = [a if isinstance(a, (list, tuple)) else [a] for a in call.args[:4] if a is not None]
+    return [list(part) for part in zip(*given, strict=True)]
+
+
+def _places(call: fx.Node, kernel: Kernel, outputs: list[Any]) -> tuple[int | None, ...]:
+    """Where each tensor that a packing call makes is among the pack's."""
+    at = {n.args[1]: outputs.index(n) for n in call.users if n in outputs}
+    op: Any = kernel.op
+    between = len(op._schema.arguments) - len(("x", "ids", "weights", "activation", "first"))
+    return tuple(at.get(i) for i in range(between))
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ class LayerRecord:
     """One layer. `layer` and `decision` are None where the trace did not get that far; `check` is the design's object.
 
     `packed_bytes`: memory taken by repacked weights; `freed_bytes`: of parameters that live on in them alone (`inplace=True`);
-    `before`/`after`: graph text.
+    `kept_bytes`: of those that lie beside them all the same, and `kept_because` why; `before`/`after`: graph text.
     """
 
     name: str
@@ -38,6 +38,8 @@ class LayerRecord:
     seconds: float = 0.0
     packed_bytes: int = 0
     freed_bytes: int = 0
+    kept_bytes: int = 0
+    kept_because: str | None = None
     before: str = ""
     after: str = ""
 
@@ -73,6 +75,8 @@ class LayerRecord:
             "seconds": round(self.seconds, 3),
             "packed_bytes": self.packed_bytes,
             "freed_bytes": self.freed_bytes,
+            "kept_bytes": self.kept_bytes,
+            "kept_because": self.kept_because,
             "count": layer.count,
             "expert_bytes_per_rank": _times(expert_bytes(layer, decision), layer.count) if decision else None,
             "dtype": layer.dtype,
@@ -240,6 +244,9 @@ def _notes(report: Report) -> list[str]:
         freed = sum(r.freed_bytes for r in report.records)
         where = f", {freed / 2**20:.1f} MiB of parameters freed" if freed else " beside the model's own"
         lines.append(f"repacked weights: {packed / 2**20:.1f} MiB{where}")
+    for why in dict.fromkeys(r.kept_because for r in report.records if r.kept_because):
+        kept = sum(r.kept_bytes for r in report.records if r.kept_because == why)
+        lines.append(f"inplace=True freed nothing of {kept / 2**20:.1f} MiB of parameters beside repacked weights: {why}")
     return list(dict.fromkeys(lines))
 
 

@@ -3,6 +3,8 @@
 experts(x, ids, weights, w13, b13, w2, b2; swiglu, first)
     ->  %p = kernel.pack(w13, b13, w2, b2; swiglu), kernel.op(x, ids, weights, *%p; swiglu, first)
     ->  %p, %q = packs of both kernels, guarded("T <= 64", kernel, otherwise, x, ids, weights, [*%p, *%q]; swiglu, first)
+experts(..., cat(w13, s13), None, cat(w2, s2), None; ...)
+    ->  %p = kernel.pack([w13, s13], None, [w2, s2], None; swiglu), ...    where the kernel joins
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from moefx.graph import insert
+from moefx.graph import aten, dtype, insert, is_call, shape
 from moefx.kernels.base import Kernel, guarded
 
 
@@ -42,5 +44,18 @@ def run(
 
 
 def _packed(graph: fx.Graph, kernel: Kernel, weights: tuple[Any, ...], like: fx.Node) -> list[fx.Node | None]:
-    pack = insert(graph, kernel.pack, weights, like)
+    *tensors, activation = weights
+    given = _unjoined(tuple(tensors)) if kernel.joins else tensors
+    pack = insert(graph, kernel.pack, (*given, activation), like)
     return [insert(graph, operator.getitem, (pack, i), like) if v is not None else None for i, v in enumerate(pack.meta["val"])]
+
+
+def _unjoined(weights: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What (w13, b13, w2, b2) are joined from along the experts, where all have parts of as many; else the weights."""
+    given = [w for w in weights if w is not None]
+    if not all(is_call(w, {aten.cat.default}) and w.args[1:] in ((), (0,)) for w in given):
+        return weights
+    rows = {tuple((shape(part) or ())[0] for part in w.args[0]) for w in given}
+    if len(rows) > 1 or any(len({dtype(part) for part in w.args[0]}) > 1 for w in given):
+        return weights
+    return tuple(None if w is None else list(w.args[0]) for w in weights)

@@ -91,3 +91,11 @@ def test_threads_and_op(quantised) -> None:
         torch.set_num_threads(before)
     assert all(torch.equal(r, results[0]) for r in results)
     opcheck(quantised.op, (x, ids, w, *packed, SWIGLU.encode(), 0))
+
+
+@pytest.mark.parametrize("packing", [kernel.PACKED, *KERNELS], ids=lambda k: k.name)
+def test_a_list_packs_as_what_it_is_joined_to(packing) -> None:
+    w13, b13, w2, b2 = weights(SWIGLU, 5, 200, 70, True, torch.bfloat16)
+    parts = [list(t.split((2, 1, 2))) for t in (w13.transpose(1, 2).contiguous().transpose(1, 2), b13, w2, b2)]
+    got, want = packing.pack(*parts, SWIGLU.encode()), packing.pack(w13, b13, w2, b2, SWIGLU.encode())
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

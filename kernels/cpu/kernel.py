@@ -211,6 +211,7 @@ PACKED = Kernel(
     ),
     reference=_plain_reference,
     packs=True,
+    joins=True,
 )
 
 FP8_BLOCKS = Kernel(
@@ -221,6 +222,7 @@ FP8_BLOCKS = Kernel(
     reference=_quantised_reference(_as_groups, _from_blocks),
     lossy=True,
     packs=True,
+    joins=True,
 )
 
 FP8_WEIGHTS = Kernel(
@@ -235,6 +237,7 @@ FP8_WEIGHTS = Kernel(
     reference=_quantised_reference(_as_bf16, _from_blocks),
     lossy=True,
     packs=True,
+    joins=True,
 )
 
 INT8_COLUMNS = Kernel(
@@ -259,6 +262,7 @@ INT8_COLUMNS = Kernel(
     reference=_quantised_reference(_as_int8, _from_columns),
     lossy=True,
     packs=True,
+    joins=True,
 )
 
 KERNELS = (FP8_BLOCKS, FP8_WEIGHTS, INT8_COLUMNS, PACKED)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,33 +65,38 @@ def _shapes(w: torch.Tensor, storage: int, gated: bool) -> tuple[int, int, int]:
     return -(-width // (PANEL // 2 if gated else PANEL)), -(-w.shape[2] // _DEPTH[storage]), width
 
 
-def _empty(w: torch.Tensor, storage: int, gated: bool) -> list[torch.Tensor]:
+def _empty(parts: list[torch.Tensor], storage: int, gated: bool) -> list[torch.Tensor]:
+    w = parts[0]
+    own = w.dtype if w.dtype in TYPES else torch.float32
+    storage = TYPES[own] if storage == OWN else storage
     panels, steps, _ = _shapes(w, storage, gated)
-    experts = w.shape[0]
+    experts = sum(p.shape[0] for p in parts)
     if storage == FP8:
         groups = -(-w.shape[2] // GROUP)
         scales = w.new_empty((experts, panels, groups, 2), dtype=torch.float32)
         return [w.new_empty((experts, panels, steps, 2 * PANEL), dtype=torch.uint8), scales]
     depth = _DEPTH[storage]
-    made = w.new_empty((experts, panels, steps, PANEL, depth), dtype=torch.int8 if storage == INT8 else w.dtype)
+    made = w.new_empty((experts, panels, steps, PANEL, depth), dtype=torch.int8 if storage == INT8 else own)
     if storage != INT8:
         return [made]
     return [made, *(w.new_empty((experts, panels * PANEL), dtype=t) for t in (torch.float32, torch.int32))]
 
 
-def _pack(w: torch.Tensor, storage: int, gated: bool, activation: str) -> list[torch.Tensor]:
-    w = w if w.dtype in TYPES else w.float()
-    storage = TYPES[w.dtype] if storage == OWN else storage
-    made = _empty(w, storage, gated)
+def _pack(parts: list[torch.Tensor], storage: int, gated: bool, activation: str) -> list[torch.Tensor]:
+    made = _empty(parts, storage, gated)
     loaded().moefx_large_pages(ctypes.c_void_p(made[0].data_ptr()), ctypes.c_int64(made[0].nbytes))
-    _copy(w, made, storage, gated, activation, False)
+    first = 0
+    for part in parts:
+        w = part if part.dtype in TYPES else part.float()
+        own = [t[first : first + w.shape[0]] for t in made]
+        _copy(w, own, TYPES[w.dtype] if storage == OWN else storage, gated, activation, False)
+        first += w.shape[0]
     return made
 
 
-def _pack_fake(w: torch.Tensor, storage: int, gated: bool, activation: str) -> list[torch.Tensor]:
+def _pack_fake(parts: list[torch.Tensor], storage: int, gated: bool, activation: str) -> list[torch.Tensor]:
     del activation
-    w = w if w.dtype in TYPES else w.float()
-    return _empty(w, TYPES[w.dtype] if storage == OWN else storage, gated)
+    return _empty(parts, storage, gated)
 
 
 def _copy(w: torch.Tensor, made: list[torch.Tensor], storage: int, gated: bool, activation: str, back: bool) -> None:
@@ -105,16 +111,17 @@ def _copy(w: torch.Tensor, made: list[torch.Tensor], storage: int, gated: bool, 
         raise MemoryError("packing weights for the CPU kernel ran out of memory")
 
 
-_pack_op: Any = ops.define("cpu_pack(Tensor w, int storage, bool gated, str activation) -> Tensor[]", _pack, _pack_fake)
+_pack_op: Any = ops.define("cpu_pack(Tensor[] parts, int storage, bool gated, str activation) -> Tensor[]", _pack, _pack_fake)
 _TENSORS = {OWN: 1, FP8: 2, INT8: 3}
 
 
-def pack(w: torch.Tensor, storage: int, gated: bool, activation: str) -> tuple[torch.Tensor, ...]:
+def pack(w: torch.Tensor | Sequence[torch.Tensor], storage: int, gated: bool, activation: str) -> tuple[torch.Tensor, ...]:
     """The tensors of the table for weights [E, N, K] in any strides; `gated`: N holds gate and up as the activation's columns say.
 
+    A list stands for what its weights are joined to along E, without that copy.
     One op and indices into its result: a graph that packs is traced again when it is copied.
     """
-    made = _pack_op(w, storage, gated, activation)
+    made = _pack_op([w] if isinstance(w, torch.Tensor) else list(w), storage, gated, activation)
     return tuple(made[i] for i in range(_TENSORS[storage]))
 
 
@@ -136,9 +143,11 @@ def _pack_bias(bias: torch.Tensor, gated: bool, activation: str) -> torch.Tensor
 _pack_bias_op: Any = ops.define("cpu_pack_bias(Tensor bias, bool gated, str activation) -> Tensor", _pack_bias, _pack_bias)
 
 
-def pack_bias(bias: torch.Tensor | None, gated: bool, activation: str) -> torch.Tensor | None:
-    """[E, N] -> fp32 [E, 64 P] in the panels' order."""
-    return None if bias is None else _pack_bias_op(bias, gated, activation)
+def pack_bias(bias: torch.Tensor | Sequence[torch.Tensor] | None, gated: bool, activation: str) -> torch.Tensor | None:
+    """[E, N], or a list joined along E -> fp32 [E, 64 P] in the panels' order."""
+    if bias is None:
+        return None
+    return _pack_bias_op(bias if isinstance(bias, torch.Tensor) else torch.cat(list(bias)), gated, activation)
 
 
 def unpack_bias(packed: torch.Tensor | None, columns: int, gated: bool, activation: str, dtype: torch.dtype) -> torch.Tensor | None:
