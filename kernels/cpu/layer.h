@@ -50,12 +50,9 @@ class Layer {
     return mine;
   }
 
-  // What each thread does. An item is taken before the one at hand is worked on, so that its weights can be fetched meanwhile.
+  // What each thread does.
   void operator()() {
-    for (int64_t item = claim(), next; item < order_.total; item = next) {
-      next = claim();
-      work(item, next);
-    }
+    for (int64_t item; (item = next_.value.fetch_add(1, std::memory_order_relaxed)) < order_.total;) work(item);
   }
 
  private:
@@ -64,44 +61,18 @@ class Layer {
     return kBf16Rows && (c_.format == kWeightBf16 || (c_.format == kFp8WeightOnly && c_.x_type == kBf16)) && c_.hidden % 2 == 0;
   }
 
-  int64_t claim() { return next_.value.fetch_add(1, std::memory_order_relaxed); }
-
-  void work(int64_t item, int64_t next) {
+  void work(int64_t item) {
     if (item < order_.prepare) return prepare(item);
     item -= order_.prepare;
-    if (item < order_.first) return first_product(item, next);
+    if (item < order_.first) return first_product(item);
     item -= order_.first;
     const int64_t slice = item / (order_.second + order_.combine), inside = item % (order_.second + order_.combine);
-    if (inside < order_.second) return second_product(slice, inside, next);
+    if (inside < order_.second) return second_product(slice, inside);
     combine(slice, inside - order_.second);
   }
 
   const uint8_t* panel13(int64_t expert, int64_t panel) const { return c_.w13 + (expert * c_.panels13 + panel) * c_.steps13 * step_bytes_; }
   const uint8_t* panel2(int64_t expert, int64_t panel) const { return c_.w2 + (expert * c_.panels2 + panel) * c_.steps2 * step_bytes_; }
-
-  // The panels that are read after those of `p`: the next of its item, or the first of the thread's next item.
-  void announce(int64_t left, int64_t item, Product& p) const {
-    if (left > 0) {
-      p.next = p.w + p.panels * p.panel_bytes, p.next_bytes = p.panel_bytes;
-      p.next_panels = int(std::min<int64_t>(left, 2));
-      return;
-    }
-    item -= order_.prepare;
-    if (item < order_.first) {
-      const int64_t panel = item % order_.per_block13 * order_.chunk13;
-      p.next = panel13(sorted_.blocks[item / order_.per_block13].expert, panel);
-      p.next_bytes = c_.steps13 * step_bytes_;
-      p.next_panels = int(std::min({int64_t(2), order_.chunk13, c_.panels13 - panel}));
-      return;
-    }
-    item -= order_.first;
-    const int64_t slice = item / (order_.second + order_.combine), inside = item % (order_.second + order_.combine);
-    const int64_t panel = slice * order_.slice_panels + inside % order_.per_block2 * order_.chunk2;
-    if (slice >= order_.slices || inside >= order_.second || panel >= c_.panels2) return;
-    p.next = panel2(sorted_.blocks[inside / order_.per_block2].expert, panel);
-    p.next_bytes = c_.steps2 * step_bytes_;
-    p.next_panels = int(std::min({int64_t(2), order_.chunk2, c_.panels2 - panel}));
-  }
 
   // Rows of x in the products' own type, padded with zeros.
   void prepare(int64_t item) {
@@ -122,11 +93,11 @@ class Layer {
       for (int64_t i = 0; i < count; ++i) ((uint16_t*)to)[i] = bf16_of(row[i]);
   }
 
-  void first_product(int64_t item, int64_t next) {
+  void first_product(int64_t item) {
     const int64_t number = item / order_.per_block13, begin = item % order_.per_block13 * order_.chunk13;
     const int64_t end = std::min(begin + order_.chunk13, c_.panels13);
     const Block block = sorted_.blocks[number];
-    alignas(64) static thread_local float sums[kMostRows * 2 * kPanel];
+    alignas(64) static thread_local float sums[kMostRows * kPanel];
     const uint8_t* rows[kMostRows];
     const float* scales[kMostRows];
     wait_until([&] { return prepared_.value.load(std::memory_order_acquire) >= order_.prepare; });
@@ -134,17 +105,14 @@ class Layer {
       const int64_t token = sorted_.token[block.begin + r];
       rows[r] = x_ + token * x_stride_, scales[r] = x_scales_ + token * x_scale_stride_;
     }
-    for (int64_t panel = begin; panel < end; panel += 2) {
+    for (int64_t panel = begin; panel < end; ++panel) {
       Product p{};
-      p.w = panel13(block.expert, panel), p.panels = int(std::min<int64_t>(2, end - panel)), p.steps = c_.steps13;
+      p.w = panel13(block.expert, panel), p.steps = c_.steps13;
       p.panel_scales = fp8_ ? c_.s13 + (block.expert * c_.panels13 + panel) * groups13_ * 2 : nullptr, p.groups = groups13_;
-      p.panel_bytes = p.steps * step_bytes_;
-      p.sums = sums, p.stride = p.panels * kPanel;
-      announce(end - panel - p.panels, next, p);
+      p.sums = sums, p.stride = kPanel;
       const int64_t column = (block.expert * c_.panels13 + panel) * kPanel;
       multiply(p, block.count, rows, scales, {at(c_.s13, column), at(c_.c13, column), at(c_.b13, column)});
-      for (int i = 0; i < p.panels; ++i)
-        for (int r = 0; r < block.count; ++r) activate_panel(sums + r * p.stride + i * kPanel, block.begin + r, panel + i);
+      for (int r = 0; r < block.count; ++r) activate_panel(sums + r * kPanel, block.begin + r, panel);
     }
     if (ready_[number].value.fetch_add(1, std::memory_order_acq_rel) + 1 == order_.per_block13) finish(number);
   }
@@ -178,7 +146,7 @@ class Layer {
     ready_[number].value.fetch_add(1, std::memory_order_release);
   }
 
-  void second_product(int64_t slice, int64_t item, int64_t next) {
+  void second_product(int64_t slice, int64_t item) {
     const int64_t number = item / order_.per_block2, from = slice * order_.slice_panels;
     const int64_t begin = from + item % order_.per_block2 * order_.chunk2;
     const int64_t end = std::min({begin + order_.chunk2, from + order_.slice_panels, c_.panels2});
@@ -189,13 +157,11 @@ class Layer {
       rows[r] = h_ + (block.begin + r) * h_stride_, scales[r] = h_scales_ + (block.begin + r) * h_scale_stride_;
     wait_until([&] { return ready_[number].value.load(std::memory_order_acquire) > order_.per_block13; });
     if (slice > 0) wait_until([&] { return combined_[slice - 1].value.load(std::memory_order_acquire) >= order_.combine; });
-    for (int64_t panel = begin; panel < end; panel += 2) {
+    for (int64_t panel = begin; panel < end; ++panel) {
       Product p{};
-      p.w = panel2(block.expert, panel), p.panels = int(std::min<int64_t>(2, end - panel)), p.steps = c_.steps2;
+      p.w = panel2(block.expert, panel), p.steps = c_.steps2;
       p.panel_scales = fp8_ ? c_.s2 + (block.expert * c_.panels2 + panel) * groups2_ * 2 : nullptr, p.groups = groups2_;
-      p.panel_bytes = p.steps * step_bytes_;
       p.sums = y_ + block.begin * y_stride_ + (panel - from) * kPanel, p.stride = y_stride_;
-      announce(end - panel - p.panels, next, p);
       const int64_t column = (block.expert * c_.panels2 + panel) * kPanel;
       multiply(p, block.count, rows, scales, {at(c_.s2, column), at(c_.c2, column), at(c_.b2, column)});
     }
@@ -238,7 +204,7 @@ class Layer {
     }
     if (c_.format != kInt8 && !columns.bias) return;
     for (int r = 0; r < count; ++r)
-      for (int j = 0; j < p.panels * kPanel; j += kLanes) {
+      for (int j = 0; j < kPanel; j += kLanes) {
         float* at = p.sums + r * p.stride + j;
         Vec value = load(at);
         if (c_.format == kInt8) {

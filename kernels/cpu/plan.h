@@ -81,15 +81,13 @@ struct Order {
     prepare = prepares ? std::min<int64_t>(c.tokens, threads * 4) : 0;
     // Long items cost less around them; each thread should still have several, so that none waits for another at the end.
     const auto chunk = [&](int64_t panels, int64_t most) {
-      const int64_t fair = std::min(blocks * panels / (8 * threads), most);
-      return fair < 2 ? 1 : fair - fair % 2;
+      return std::clamp<int64_t>(blocks * panels / (8 * threads), 1, most);
     };
     chunk13 = chunk(c.panels13, 8);
     per_block13 = (c.panels13 + chunk13 - 1) / chunk13;
     first = blocks * per_block13;
     constexpr int64_t kSliceBytes = int64_t(8) << 20;  // products of a slice stay in the L3 cache until they are combined
     slice_panels = rows ? std::clamp<int64_t>(kSliceBytes / (rows * kPanel * 4), 1, c.panels2) : c.panels2;
-    if (slice_panels > 1 && slice_panels < c.panels2) slice_panels -= slice_panels % 2;
     slices = (c.panels2 + slice_panels - 1) / slice_panels;
     chunk2 = chunk(slice_panels, std::min<int64_t>(slice_panels, 16));
     per_block2 = (slice_panels + chunk2 - 1) / chunk2;

@@ -33,7 +33,7 @@ struct FloatStep {
 #pragma GCC unroll 4
         for (int g = 0; g < kGroup; ++g) {
           const int column = first + (j + g) * kWidth;
-          weight[g] = Weight::at(task.w[column / kPanel] + i * bytes, column % kPanel, k);
+          weight[g] = Weight::at(task.w + i * bytes, column, k);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
@@ -84,18 +84,16 @@ struct WordStep {
 
   template <int R, int V>
   static void multiply(Sum (&sums)[R][V], const TileTask& task, int64_t i, int) {
-#pragma GCC unroll 2
-    for (int panel = 0; panel < V / 4; ++panel) {
-      __m512i weight[4];
-      Words::template load<R * V>(task.w[panel] + i * bytes, weight);
-      if constexpr (kKeeps)
-        for (int g = 0; g < 4; ++g) _mm512_store_si512(task.decoded + i * 256 + g * 64, weight[g]);
+    static_assert(V == 4);
+    __m512i weight[4];
+    Words::template load<R * V>(task.w + i * bytes, weight);
+    if constexpr (kKeeps)
+      for (int g = 0; g < 4; ++g) _mm512_store_si512(task.decoded + i * 256 + g * 64, weight[g]);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const __m512i x = _mm512_set1_epi32(word_at(task.rows[r] + i * 4));
+    for (int r = 0; r < R; ++r) {
+      const __m512i x = _mm512_set1_epi32(word_at(task.rows[r] + i * 4));
 #pragma GCC unroll 4
-        for (int g = 0; g < 4; ++g) sums[r][panel * 4 + g] = Words::dot(sums[r][panel * 4 + g], x, weight[g]);
-      }
+      for (int g = 0; g < 4; ++g) sums[r][g] = Words::dot(sums[r][g], x, weight[g]);
     }
   }
 };
