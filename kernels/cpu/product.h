@@ -63,8 +63,8 @@ void product(const Product& p) {
 
 #ifdef __AVX512BF16__
 
-// FP8: a scale for every group of 128 inner elements. Of several row tiles, the first decodes a group of weights for all; the others
-// fetch the next group meanwhile, since reading stops too often for the processor to see that it goes on.
+// FP8: a scale for every group of 128 inner elements. Of several row tiles, the first decodes a group of weights for all. The first
+// two fetch the next group meanwhile: reading stops too often for the processor to see that it goes on.
 inline void product_fp8(const Product& p, uint8_t* decoded) {
   constexpr int64_t kSteps = kGroup / 2;
   using First = WordStep<E4m3Words, true>;
@@ -81,12 +81,9 @@ inline void product_fp8(const Product& p, uint8_t* decoded) {
       t.decoded = decoded;
       t.steps = std::min(p.steps - begin, kSteps);
       for (int r = 0; r < count; ++r) t.rows[r] += begin * Later::row_bytes;
-      if (i == 0) {
-        panel_tile<First>(count, t);
-        continue;
-      }
-      if (i <= 2) t.fetch = next + (i - 1) * kSteps * 64, t.fetch_lines = tiles == 2 ? 2 : 1;
-      panel_tile<Later>(count, t);
+      if (i < 2) t.fetch = next + i * kSteps * 64, t.fetch_lines = 1;
+      if (i == 0) panel_tile<First>(count, t);
+      if (i > 0) panel_tile<Later>(count, t);
     }
   }
 }
