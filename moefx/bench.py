@@ -1,11 +1,12 @@
 """`moefx bench`: routed experts side by side with other ways to run them, interleaved in one run, against this machine's measured limits.
 
-Each round reads a block of memory (the canary), then calls every contender once on the next of several random routings, so that
-weights come from memory and a slow moment hits all alike. Medians; floor = max(bytes of the distinct experts / bandwidth, FLOPs / peak).
+Each round reads a block of memory (the canary), then calls every contender once, in random order, on the next of several random
+routings, so that weights come from memory and a slow moment hits all alike. Medians; floor = max(bytes of the distinct experts / bandwidth, FLOPs / peak).
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import torch
 from moefx import decision
 from moefx.activation.spec import Activation
 from moefx.bench_peers import MADE_FOR_EACH, PEERS, Call, Case, Missing, Run, compile_for
+from moefx.kernels.cpu import panels
 from moefx.layer import Layer
 from moefx.options import Options
 
@@ -51,7 +53,7 @@ def bench(
     missing: dict[str, str] = {}
     ours, found["kernel"] = _moefx(w13, w2, top_k, dtype)
     contenders: dict[str, Run] = {"moefx": ours}
-    canary = torch.ones(CANARY_BYTES // 8, dtype=torch.int64)
+    canary = panels.in_large_pages(torch.empty(CANARY_BYTES // 8, dtype=torch.int64)).fill_(1)  # as packed weights lie
     with torch.inference_mode():
         for count in tokens:
             case = Case(hidden, width, experts, top_k, count, dtype, w13, w2)
@@ -115,11 +117,11 @@ def _row(case: Case, contenders: dict[str, Run], calls: Sequence[Call], canary: 
             raise RuntimeError(f"{name} differs from moefx by {error:.2g} of the largest value: a comparison of times would mean nothing")
     bandwidths: list[float] = []
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    order = random.Random(0)
     started = time.perf_counter()
     while time.perf_counter() - started < seconds or len(bandwidths) < 5:
         bandwidths.append(limits.bytes_a_second(canary))
-        first = len(bandwidths) % len(contenders)  # nobody always follows the same neighbour
-        for name, run in [*contenders.items()][first:] + [*contenders.items()][:first]:
+        for name, run in order.sample([*contenders.items()], len(contenders)):  # nobody always follows the same neighbour
             call = calls[len(bandwidths) % COUNT]
             begin = time.perf_counter()
             run(*call)

@@ -61,7 +61,7 @@ Vector join(Vector a, Vector b) { return _mm256_xor_si256(a, b); }
 #endif
 constexpr int64_t kWidth = sizeof(Vector);
 
-// Two streams a thread, prefetched, keep more reads in flight than one.
+// Two streams a thread keep more reads in flight than one.
 void read(const Job& job, int thread) {
   const int64_t half = job.count / job.threads / 2 / (4 * kWidth) * (4 * kWidth);
   const char* a = job.from + 2 * half * thread;
@@ -71,7 +71,6 @@ void read(const Job& job, int thread) {
 #pragma GCC unroll 4
     for (int q = 0; q < 4; ++q) {
       sums[q] = join(sums[q], load(a + k + q * kWidth)), sums[4 + q] = join(sums[4 + q], load(b + k + q * kWidth));
-      _mm_prefetch(a + k + q * kWidth + 4096, _MM_HINT_T0), _mm_prefetch(b + k + q * kWidth + 4096, _MM_HINT_T0);
     }
   }
   for (int q = 1; q < 8; ++q) sums[0] = join(sums[0], sums[q]);

@@ -82,9 +82,15 @@ def _empty(parts: list[torch.Tensor], storage: int, gated: bool) -> list[torch.T
     return [made, *(w.new_empty((experts, panels * PANEL), dtype=t) for t in (torch.float32, torch.int32))]
 
 
+def in_large_pages(fresh: torch.Tensor) -> torch.Tensor:
+    """The same tensor; its memory, not yet written, will lie in large pages where the system has them."""
+    loaded().moefx_large_pages(ctypes.c_void_p(fresh.data_ptr()), ctypes.c_int64(fresh.nbytes))
+    return fresh
+
+
 def _pack(parts: list[torch.Tensor], storage: int, gated: bool, activation: str) -> list[torch.Tensor]:
     made = _empty(parts, storage, gated)
-    loaded().moefx_large_pages(ctypes.c_void_p(made[0].data_ptr()), ctypes.c_int64(made[0].nbytes))
+    in_large_pages(made[0])
     first = 0
     for part in parts:
         w = part if part.dtype in TYPES else part.float()

@@ -1,6 +1,7 @@
 // The product of some token rows with a panel of an expert's weights.
 //
-// Weights are read in order, and the processor's own prefetchers follow that: fetching by instructions made it slower.
+// Weights are read in order, which the processor's own prefetchers follow. Fetching them by instructions is slower, except where
+// several row tiles pass over them, and reading would stop meanwhile.
 #pragma once
 
 #include "steps.h"
@@ -9,6 +10,7 @@ namespace {
 
 constexpr int kMostRows = 192;    // rows of one block: they and a slice of a panel stay in the L2 cache
 constexpr int kGroup = 128;       // inner elements that share an FP8 scale
+constexpr int kManyTiles = 4;     // from so many row tiles on, products take longer than reading the weights
 constexpr int64_t kSlice = 1024;  // inner elements of a panel that several row tiles pass over
 
 struct Product {
@@ -47,8 +49,9 @@ inline int tiles_of(const Product& p) { return (p.count + kRows - 1) / kRows; }
 
 template <class Step>
 void product(const Product& p) {
-  const int tiles = tiles_of(p);
-  const int64_t slice = tiles == 1 ? p.steps : kSlice / Step::depth;
+  const int tiles = tiles_of(p), lines = (int(Step::bytes / 64) + tiles - 1) / tiles;
+  const int64_t slice = tiles == 1 ? p.steps : kSlice / Step::depth, bytes = p.steps * Step::bytes;
+  const uint8_t* next = p.w + bytes;  // the next panel, as a rule
   for (int64_t begin = 0; begin < p.steps; begin += slice)
     for (int i = 0; i < tiles; ++i) {
       TileTask t;
@@ -57,6 +60,11 @@ void product(const Product& p) {
       t.steps = std::min(p.steps - begin, slice);
       t.fresh = begin == 0;
       for (int r = 0; r < count; ++r) t.rows[r] += begin * Step::row_bytes;
+      const int64_t fetched = t.steps * lines * 64;
+      if (tiles >= kManyTiles && next + fetched <= p.w + 2 * bytes) {
+        t.fetch = next, t.fetch_lines = lines;
+        next += fetched;
+      }
       panel_tile<Step>(count, t);
     }
 }
