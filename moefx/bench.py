@@ -1,7 +1,8 @@
 """`moefx bench`: routed experts side by side with other ways to run them, interleaved in one run, against this machine's measured limits.
 
 Each round reads a block of memory (the canary), then calls every contender once, in random order, on the next of several random
-routings, so that weights come from memory and a slow moment hits all alike. Medians; floor = max(bytes of the distinct experts / bandwidth, FLOPs / peak).
+routings, so that weights come from memory and a slow moment hits all alike. Medians; floor =
+max(bytes of the distinct experts / bandwidth, FLOPs / peak).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 // Weights lie in panels (pack.h), so that they are read once, in order. Threads take items of work in one fixed order (plan.h); each
 // number of the result comes from one thread, in an order of its own, so results do not depend on the number of threads.
 
-#include "layer.h"
+#include "operators.h"
 #include "pack.h"
 
 namespace {
@@ -22,18 +22,17 @@ int guarded(Function function) {
 
 #define MOEFX_API extern "C" __attribute__((visibility("default")))
 
-// 0, or 1 when memory is short.
-MOEFX_API int moefx_experts(const Call* call) {
-  return guarded([&] {
-    const Call c = *call;
-    {
-      Layer layer(c);
-      on_threads(c.threads, GompParallel(c.gomp), layer);
-    }
-    Layer::scratch().trim();
-  });
+// Gives torch the operators; `library` is its handle of them. 0 when it took them.
+MOEFX_API int moefx_install(const Host* from, Handle* library) {
+  host = *from;
+  const Torch& t = host.torch;
+  return t.library_init_impl("moefx", "CPU", __FILE__, __LINE__, library) || t.library_impl(*library, "experts_cpu_packed", operate<-1, 0>, kVersion) ||
+         t.library_impl(*library, "experts_cpu_fp8", operate<kFp8, 1>, kVersion) ||
+         t.library_impl(*library, "experts_cpu_fp8_weight_only", operate<kFp8WeightOnly, 1>, kVersion) ||
+         t.library_impl(*library, "experts_cpu_int8", operate<kInt8, 2>, kVersion);
 }
 
+// 0, or 1 when memory is short.
 MOEFX_API int moefx_pack(const PackCall* call) {
   return guarded([&] {
     const PackCall c = *call;

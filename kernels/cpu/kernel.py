@@ -7,9 +7,6 @@ are; `cpu_int8` has a scale for each output column and for each row of activatio
 
 from __future__ import annotations
 
-import functools
-import struct
-
 import torch
 import torch.nn.functional as F
 
@@ -19,58 +16,24 @@ from moefx.contract import Contract, Predicate
 from moefx.kernels import fp8
 from moefx.kernels.base import Kernel, Packed
 from moefx.kernels.cpu import panels
-from moefx.kernels.cpu.panels import FP8, FP8_WEIGHT_ONLY, INT8, OWN, TYPES
-
-_KINDS = {"swiglu": 0, "swiglu_oai": 1, "geglu": 2, "geglu_tanh": 3, "relu2": 4, "silu": 5}
-_CLAMPS = {None: 0, "pre": 1, "post": 2}
-_CALL = struct.Struct("@30q3d")
+from moefx.kernels.cpu.panels import FP8, INT8, OWN
 
 
-@functools.cache
-def _activation(text: str) -> tuple[tuple[int, int, int], tuple[float, float, float]]:
-    act = Activation.decode(text)
-    clamp = _CLAMPS[act.clamp or "pre"] if act.limit is not None else 0
-    return (_KINDS[act.kind], clamp, act.gated), (act.limit or 0.0, act.alpha, act.beta)
+def _until_loaded(name: str):
+    """The implementation of an op until the library is there, which then has its own for a CPU."""
+
+    def run(x, *rest, **named):
+        if x.device.type != "cpu":
+            raise NotImplementedError(f"moefx::{name} runs on a CPU, x is on {x.device}")
+        panels.loaded()
+        return getattr(torch.ops.moefx, name).default(x, *rest, **named)
+
+    return run
 
 
-def _run(x, ids, weights, storage, w13, w2, activation, first, s13=None, s2=None, c13=None, c2=None, b13=None, b2=None) -> torch.Tensor:
-    x = x if x.is_contiguous() else x.contiguous()
-    ids = ids if ids.is_contiguous() else ids.contiguous()
-    ids = ids if ids.dtype in (torch.int64, torch.int32) else ids.long()
-    weights = weights if weights.is_contiguous() else weights.contiguous()
-    weights = weights if weights.dtype in TYPES else weights.float()
-    (tokens, hidden), shape13, shape2 = x.shape, w13.shape, w2.shape
-    out = torch.empty_like(x)
-    integers, reals = _activation(activation)
-    call = _CALL.pack(
-        x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr(),
-        w13.data_ptr(), *[0 if t is None else t.data_ptr() for t in (s13, c13, b13)],
-        w2.data_ptr(), *[0 if t is None else t.data_ptr() for t in (s2, c2, b2)],
-        tokens, ids.shape[1], hidden, shape13[0], first, shape13[1], shape13[2], shape2[1], shape2[2],
-        storage, TYPES[x.dtype], ids.dtype == torch.int32, TYPES[weights.dtype], *integers, torch.get_num_threads(), panels.openmp(),
-        *reals,
-    )  # fmt: skip
-    if panels.loaded().moefx_experts(call):
-        raise MemoryError("the CPU kernel of routed experts ran out of memory")
-    return out
-
-
-def _packed(x, ids, weights, w13, b13, w2, b2, activation, first=0):
-    if x.dtype != w13.dtype:
-        raise ValueError(f"x is {x.dtype}, the packed weights are {w13.dtype}: pack weights of x's type")
-    return _run(x, ids, weights, TYPES[w13.dtype], w13, w2, activation, first, b13=b13, b2=b2)
-
-
-def _fp8(x, ids, weights, w13, s13, b13, w2, s2, b2, activation, first=0):
-    return _run(x, ids, weights, FP8, w13, w2, activation, first, s13, s2, b13=b13, b2=b2)
-
-
-def _fp8_weight_only(x, ids, weights, w13, s13, b13, w2, s2, b2, activation, first=0):
-    return _run(x, ids, weights, FP8_WEIGHT_ONLY, w13, w2, activation, first, s13, s2, b13=b13, b2=b2)
-
-
-def _int8(x, ids, weights, w13, s13, c13, b13, w2, s2, c2, b2, activation, first=0):
-    return _run(x, ids, weights, INT8, w13, w2, activation, first, s13, s2, c13, c2, b13, b2)
+def _define(name: str, weights: str):
+    schema = f"{name}(Tensor x, Tensor ids, Tensor weights, {weights}, str activation, int first=0) -> Tensor"
+    return ops.define(schema, _until_loaded(name), _fake)
 
 
 def _fake(x, *rest, **named):
@@ -186,8 +149,7 @@ def _from_columns(w: torch.Tensor, scales: torch.Tensor, corrections: torch.Tens
 
 _BUILT = Predicate("isa in ('avx512_bf16', 'avx512', 'avx2')", "a C++ compiler, and an instruction set the kernel is written for")
 _NAMED = Predicate("activation != 'opaque'", "an activation kept as it was stays outside any kernel")
-_ARGUMENTS = "Tensor x, Tensor ids, Tensor weights"
-_BLOCKS = f"({_ARGUMENTS}, Tensor w13, Tensor s13, Tensor? b13, Tensor w2, Tensor s2, Tensor? b2, str activation, int first=0) -> Tensor"
+_BLOCKS = "Tensor w13, Tensor s13, Tensor? b13, Tensor w2, Tensor s2, Tensor? b2"
 
 PACKED = Kernel(
     name="cpu_packed",
@@ -203,12 +165,7 @@ PACKED = Kernel(
     ),
     pack=_pack,
     unpack=unpack,
-    op=ops.define(
-        f"experts_cpu_packed({_ARGUMENTS}, Tensor w13, Tensor? b13, Tensor w2, Tensor? b2, str activation, int first=0) -> Tensor",
-        _packed,
-        _fake,
-        device="CPU",
-    ),
+    op=_define("experts_cpu_packed", "Tensor w13, Tensor? b13, Tensor w2, Tensor? b2"),
     reference=_plain_reference,
     packs=True,
     joins=True,
@@ -218,7 +175,7 @@ FP8_BLOCKS = Kernel(
     name="cpu_fp8",
     contract=Contract("cpu_fp8", predicates=(_BUILT, _NAMED), precisions=("fp8",)),
     pack=_pack_fp8,
-    op=ops.define(f"experts_cpu_fp8{_BLOCKS}", _fp8, _fake, device="CPU"),
+    op=_define("experts_cpu_fp8", _BLOCKS),
     reference=_quantised_reference(_as_groups, _from_blocks),
     lossy=True,
     packs=True,
@@ -233,7 +190,7 @@ FP8_WEIGHTS = Kernel(
         precisions=("fp8_weight_only",),
     ),
     pack=_pack_fp8,
-    op=ops.define(f"experts_cpu_fp8_weight_only{_BLOCKS}", _fp8_weight_only, _fake, device="CPU"),
+    op=_define("experts_cpu_fp8_weight_only", _BLOCKS),
     reference=_quantised_reference(_as_bf16, _from_blocks),
     lossy=True,
     packs=True,
@@ -252,13 +209,7 @@ INT8_COLUMNS = Kernel(
         precisions=("int8",),
     ),
     pack=_pack_int8,
-    op=ops.define(
-        f"experts_cpu_int8({_ARGUMENTS}, Tensor w13, Tensor s13, Tensor c13, Tensor? b13, Tensor w2, Tensor s2, Tensor c2, Tensor? b2, "
-        "str activation, int first=0) -> Tensor",
-        _int8,
-        _fake,
-        device="CPU",
-    ),
+    op=_define("experts_cpu_int8", "Tensor w13, Tensor s13, Tensor c13, Tensor? b13, Tensor w2, Tensor s2, Tensor c2, Tensor? b2"),
     reference=_quantised_reference(_as_int8, _from_columns),
     lossy=True,
     packs=True,

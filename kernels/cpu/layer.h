@@ -260,4 +260,12 @@ class Layer {
   std::vector<Counter> ready_, slice_done_, combined_;
 };
 
+inline void experts(const Call& c) {
+  {
+    Layer layer(c);
+    on_threads(c.threads, GompParallel(c.gomp), layer);
+  }
+  Layer::scratch().trim();
+}
+
 }  // namespace

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from moefx import ops
 from moefx.activation.spec import Activation
-from moefx.kernels.cpu import build
+from moefx.kernels.cpu import build, operators
 
 PANEL = 64
 GROUP = 128
@@ -35,11 +35,12 @@ _DEPTH = {BF16: 2, F16: 1, F32: 1, FP8: 2, INT8: 4}
 
 
 def loaded() -> ctypes.CDLL:
-    """The library for this host; RuntimeError where there is none (the kernels' contracts ask for one)."""
+    """The library for this host, its operators known to torch; RuntimeError where there is none (the kernels' contracts ask for one)."""
     isa = build.isa()
     library = build.library("experts", isa) if isa is not None else None
     if library is None:
         raise RuntimeError(f"the C++ kernel of routed experts is not available: {build.why_not('experts')}")
+    operators.install(library, openmp())
     return library
 
 

@@ -10,7 +10,6 @@
 
 namespace {
 
-// Arguments of one call, in 8-byte fields as the caller lays them out.
 struct Call {
   const void *x, *ids, *scale;
   void* out;
