@@ -83,11 +83,12 @@ def _pass(options: Options, tensors: dict[str, torch.Tensor]) -> Any:
 
 def rewrite(graph: fx.Graph, options: Options, tensors: dict[str, torch.Tensor]) -> None:
     """Rewrite every mixture-of-experts block of a pre-autograd graph in place, and note each in RECORDS."""
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
     for name, nodes in _regions(graph):
         weights = [
             i for n in nodes for i in n.all_input_nodes if i.op == "placeholder" and isinstance(tensors.get(i.name), torch.nn.Parameter)
         ]
-        if torch.is_grad_enabled() and any(tensors[w.name].requires_grad for w in weights):
+        if differentiated:
             record = LayerRecord(name, False, reason="the graph needs gradients and moefx has no backward")
         else:
             record = _rewrite_region(graph, name, nodes, options, tensors)

@@ -17,3 +17,7 @@ class ValueCheckError(MoefxError):
 
 class ParameterFreedError(MoefxError):
     """A parameter that `inplace=True` freed was written in place: the write is lost."""
+
+
+class WeightGoneError(LookupError):
+    """A weight that a rewritten block reads is no parameter or buffer of its module any more."""

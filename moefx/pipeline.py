@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,16 +13,18 @@ import torch
 from torch import nn
 
 from moefx import discover, swap
+from moefx.block_check import check_block
 from moefx.capture import first_line
 from moefx.decision import Decision, check_divides, decide
 from moefx.discover import Candidate
 from moefx.errors import NotRewrittenError
 from moefx.graph import text
 from moefx.options import A2A, PRECISIONS, TARGETS, Options, check_choice, check_disable, check_ep_size, resolve_a2a
+from moefx.packs import WeightRef
+from moefx.release import release, undo
 from moefx.reports import REPORT_KEY, LayerRecord, Report
-from moefx.rewrite import Lowered, Ranks, Traced, lower, trace
+from moefx.rewrite import Lowered, Ranks, Traced, build_forward, lower, trace
 from moefx.signature import signature
-from moefx.verify import TOLERANCE, block_inputs, outputs_differ
 
 
 def optimize(
@@ -67,26 +68,46 @@ def optimize(
         check_divides(candidate.experts, options.ep_size)
     examples = _example_calls(model, candidates, example_inputs) if example_inputs is not None else {}
     result = model if inplace else swap.copy_sharing_tensors(model)
+    try:
+        with torch.random.fork_rng(devices=[]):  # inputs are made up on the way
+            records = _rewritten(result, candidates, options, ranks, examples, verify, inplace)
+        _check_strict(strict, model, records, options)
+    except BaseException:  # an interrupt too: the user's only copy of the model must not stay half rewritten
+        if inplace:
+            undo(model)
+        raise
+    skipped = [] if records else [{"name": type(model).__name__, "reason": "no mixture-of-experts layer was found"}]
+    result.__dict__[REPORT_KEY] = Report(options, records, skipped, type(model).__name__)
+    return result
+
+
+def _rewritten(
+    result: nn.Module,
+    candidates: Sequence[Candidate],
+    options: Options,
+    ranks: Ranks | None,
+    examples: Mapping[str, Mapping[str, Any]],
+    verify: bool,
+    inplace: bool,
+) -> list[LayerRecord]:
     traces: dict[Hashable, Traced] = {}
     records = []
     for c in _shown(candidates):
         records.append(_guarded(result, c, options, ranks, examples.get(c.name), verify, traces))
         if inplace and records[-1].rewritten and records[-1].packed_bytes:
             _release(result, records[-1], ranks)
+    return records
+
+
+def _check_strict(strict: bool, model: nn.Module, records: Sequence[LayerRecord], options: Options) -> None:
     left = [r for r in records if not r.rewritten or _other_precision(r, options)]
-    if strict and (left or not records):
-        for _, forward in swap.swapped(result) if inplace else ():
-            forward.block.__dict__.pop("forward", None)
-            if forward.pack is not None:
-                forward.pack.restore()
-        text = (
-            "; ".join(f"{r.name or type(model).__name__}: {r.reason or _other_precision(r, options)}" for r in left)
-            or "no mixture-of-experts layer was found"
-        )
-        raise NotRewrittenError(f"strict=True and not every layer was rewritten as asked: {text}")
-    skipped = [] if records else [{"name": type(model).__name__, "reason": "no mixture-of-experts layer was found"}]
-    result.__dict__[REPORT_KEY] = Report(options, records, skipped, type(model).__name__)
-    return result
+    if not strict or (records and not left):
+        return
+    text = (
+        "; ".join(f"{r.name or type(model).__name__}: {r.reason or _other_precision(r, options)}" for r in left)
+        or "no mixture-of-experts layer was found"
+    )
+    raise NotRewrittenError(f"strict=True and not every layer was rewritten as asked: {text}")
 
 
 def _other_precision(record: LayerRecord, options: Options) -> str | None:
@@ -110,8 +131,6 @@ def _shown(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
 
 
 def _release(model: nn.Module, record: LayerRecord, ranks: Ranks | None) -> None:
-    from moefx.release import release
-
     block = model.get_submodule(record.name)
     forward: swap.BlockForward = block.__dict__["forward"]
     assert forward.pack is not None and record.decision is not None and record.decision.kernel is not None
@@ -303,7 +322,7 @@ def _carry_out(
     record.after = text(lowered.graph.graph)
     forward = build_forward(block, traced, lowered)
     if verify:
-        record.check = _check(candidate.module, block, traced, decision, options, ranks, forward)
+        record.check = check_block(candidate.module, block, traced, decision, options, ranks, forward)
         if not record.check["passed"]:
             found, allowed = record.check["relative_error"], record.check["tolerance"]
             record.reason = f"the check failed: relative error {found:.1e}, allowed {allowed:.0e}; the block stays as it was"
@@ -315,94 +334,14 @@ def _carry_out(
     record.packed_bytes = forward.pack.new_bytes() if forward.pack is not None else 0
 
 
-def build_forward(block: nn.Module, traced: Traced, lowered: Lowered) -> swap.BlockForward:
-    """The block's new forward over its own parameters."""
-    graph = lowered.graph.graph
-    rows = lowered.local.rows if lowered.local is not None else {}
-    weights = [
-        swap.WeightRef(block, w, rows.get(w))
-        for w in (n.meta["weight"] for n in graph.nodes if n.op == "placeholder" and "weight" in n.meta)
-    ]
-    pack = None
-    if lowered.hoisted.pack is not None:
-        pack = swap.Pack(swap.stripped(lowered.hoisted.pack), [swap.WeightRef(block, s, rows.get(s)) for s in lowered.hoisted.sources])
-    c = traced.capture
-    return swap.BlockForward(
-        block,
-        swap.stripped(lowered.graph),
-        weights,
-        pack,
-        c.names,
-        c.constants,
-        c.inputs,
-        c.flat_outputs,
-        c.out_spec,
-        lowered.local is not None,
-    )
-
-
-def _check(
-    original: nn.Module, block: nn.Module, traced: Traced, decision: Any, options: Options, ranks: Ranks | None, forward: swap.BlockForward
-) -> dict[str, Any]:
-    """The block as it was against its new forward; a lossy kernel against its reference with the same quantisation."""
-    started = time.perf_counter()
-    generator = torch.Generator().manual_seed(1)
-    tolerance = TOLERANCE.get(getattr(torch, traced.layer.dtype), 3e-2)
-    absolute = relative = distance = 0.0
-    wanted = None
-    if decision.kernel.lossy:
-        wanted = build_forward(block, traced, lower(traced, decision, options, ranks, reference=True))
-        tolerance = max(tolerance, TOLERANCE[torch.bfloat16])
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        sizes = _both_sides(decision.guard) if decision.guard else ()
-        example = list(traced.capture.inputs.values())
-        calls = [
-            dict(zip(traced.capture.inputs, inputs, strict=True)) | dict(traced.capture.constants)
-            for inputs in block_inputs(example, traced.routed.experts, traced.routed.top_k, generator, sizes)
-        ]
-        # Before the first call of the new forward packs the weights: what the block itself needs would lie beside the pack.
-        outputs = [type(original).forward(original, **arguments) for arguments in calls]
-        for arguments, was in zip(calls, outputs, strict=True):
-            got = forward(**arguments)
-            want = was if wanted is None else wanted(**arguments)
-            a, r = outputs_differ(got, want)
-            absolute, relative = max(absolute, a), max(relative, r)
-            distance = max(distance, outputs_differ(got, was)[1])
-    passed = relative <= tolerance
-    if ranks is not None:
-        from moefx import parallel
-
-        passed = parallel.all_agree(passed, ranks.group_name)
-    return {
-        "ran": True,
-        "passed": passed,
-        "max_abs_error": absolute,
-        "relative_error": relative,
-        "tolerance": tolerance,
-        "distance_to_original": distance,
-        "seconds": round(time.perf_counter() - started, 3),
-    }
-
-
-def _both_sides(guard: str) -> tuple[int, ...]:
-    """The largest and the smallest number of tokens up to 2,048 for which a guard holds, and for which it does not."""
-    from moefx.prove import compiled, parse, truth
-
-    code = compiled(parse(guard))
-    holds = [truth(code, {"T": n}) for n in range(1, 2049)]
-    ends = [[n for n, h in enumerate(holds, 1) if h == side] for side in (True, False)]
-    return tuple(dict.fromkeys(n for found in ends if found for n in (found[0], found[-1])))
-
-
 def _keep_own_weights(block: nn.Module, lowered: Lowered, forward: swap.BlockForward) -> None:
     """In a process group: the parameters of other ranks' experts go, stacked ones keep this rank's rows."""
     assert lowered.local is not None
     for name, (begin, end) in lowered.local.rows.items():
-        ref = swap.WeightRef(block, name)
+        ref = WeightRef(block, name)
         ref.owner._parameters[ref.name] = nn.Parameter(ref().detach()[begin:end].clone(), requires_grad=False)
     for name in lowered.local.dropped:
-        ref = swap.WeightRef(block, name)
+        ref = WeightRef(block, name)
         if ref.name in ref.owner._parameters:
             ref.owner._parameters[ref.name] = None
     for ref in forward.all_refs():

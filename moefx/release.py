@@ -17,8 +17,10 @@ import torch
 from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from moefx import swap
 from moefx.kernels.base import Kernel
-from moefx.swap import BlockForward, Pack
+from moefx.packs import Pack
+from moefx.swap import BlockForward
 
 
 class Taken(NamedTuple):
@@ -118,9 +120,25 @@ def release(model: nn.Module, block: nn.Module, forward: BlockForward, kernel: K
     pack.hold(way_back)
     if not all(s.expired() for s in storages):  # torch.export leaves the weights of the block it traced in reference cycles
         gc.collect()
-    block.register_state_dict_post_hook(_Values(pack))
-    block.register_load_state_dict_pre_hook(_Restored(pack))
+    for module in block.modules():
+        if any(ref.owner in set(module.modules()) for ref in pack.sources):
+            module.register_state_dict_post_hook(_Values(pack, block))
+            module.register_load_state_dict_pre_hook(_Restored(pack))
+            module.__dict__["_apply"] = _RestoredFirst(pack, module)
     return None
+
+
+def undo(model: nn.Module) -> None:
+    """Every rewritten block of the model as it was before, its freed weights back."""
+    for _, forward in swap.swapped(model):
+        forward.block.__dict__.pop("forward", None)
+        if forward.pack is not None:
+            forward.pack.restore()
+    for module in model.modules():
+        module.__dict__.pop("_apply", None) if isinstance(module.__dict__.get("_apply"), _RestoredFirst) else None
+        for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+            for key in [k for k, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), (_Values, _Restored))]:
+                del hooks[key]
 
 
 def _shared(model: nn.Module, forward: BlockForward, pack: Pack) -> bool:
@@ -185,16 +203,19 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 
 
 class _Values:
-    """A state_dict hook that puts the values in the place of released parameters."""
+    """A state_dict hook that puts the values in the place of released parameters: of the block, or of the part of it that is asked."""
 
-    def __init__(self, pack: Pack) -> None:
-        self.pack = pack
+    def __init__(self, pack: Pack, block: nn.Module) -> None:
+        self.pack, self.block = pack, block
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, local: Any) -> None:
         del local
+        if module is not self.block and prefix:  # asked on the way to a state_dict of the whole: the block's own hook will do it once
+            return
         names = {(id(m), name): f"{path}.{name}".lstrip(".") for path, m in module.named_modules() for name in m._parameters}
         for ref, value in self.pack.values():
-            state[prefix + names[id(ref.owner), ref.name]] = value
+            if (id(ref.owner), ref.name) in names:
+                state[prefix + names[id(ref.owner), ref.name]] = value
 
 
 class _Restored:
@@ -205,3 +226,14 @@ class _Restored:
 
     def __call__(self, *arguments: Any) -> None:
         self.pack.restore()
+
+
+class _RestoredFirst:
+    """A module's `_apply` (`.to()`, `.half()`, `share_memory()`) that brings released parameters back before it converts them."""
+
+    def __init__(self, pack: Pack, module: nn.Module) -> None:
+        self.pack, self.module = pack, module
+
+    def __call__(self, *arguments: Any, **named: Any) -> nn.Module:
+        self.pack.restore()
+        return type(self.module)._apply(self.module, *arguments, **named)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from moefx.capture import Capture, CaptureError, SizeBranchError, capture
 from moefx.decision import Decision
@@ -16,6 +16,7 @@ from moefx.discover import Candidate, example_arguments
 from moefx.graph import dtype, is_weight, text
 from moefx.layer import Layer, Shared
 from moefx.options import Options
+from moefx.packs import Pack, WeightRef
 from moefx.passes import (
     fuse_shared_expert,
     hoist_weights,
@@ -30,6 +31,7 @@ from moefx.passes import (
 from moefx.passes.raise_experts import Raised
 from moefx.passes.raise_shared_expert import RaisedShared
 from moefx.reports import LayerRecord
+from moefx.swap import BlockForward, stripped
 from moefx.verify import region_differs
 
 
@@ -170,3 +172,28 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
         new._rename(old.name)
     attributes = {n.target: getattr(module, n.target) for n in graph.nodes if n.op == "get_attr"}
     return fx.GraphModule(attributes, graph)
+
+
+def build_forward(block: nn.Module, traced: Traced, lowered: Lowered) -> BlockForward:
+    """The block's new forward over its own parameters."""
+    graph = lowered.graph.graph
+    rows = lowered.local.rows if lowered.local is not None else {}
+    weights = [
+        WeightRef(block, w, rows.get(w)) for w in (n.meta["weight"] for n in graph.nodes if n.op == "placeholder" and "weight" in n.meta)
+    ]
+    pack = None
+    if lowered.hoisted.pack is not None:
+        pack = Pack(stripped(lowered.hoisted.pack), [WeightRef(block, s, rows.get(s)) for s in lowered.hoisted.sources])
+    c = traced.capture
+    return BlockForward(
+        block,
+        stripped(lowered.graph),
+        weights,
+        pack,
+        c.names,
+        c.constants,
+        c.inputs,
+        c.flat_outputs,
+        c.out_spec,
+        lowered.local is not None,
+    )

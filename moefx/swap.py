@@ -9,133 +9,25 @@ from __future__ import annotations
 
 import copy
 import inspect
+import types
 import warnings
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from moefx._compat import router_logits_wanted
-from moefx.errors import ParameterFreedError
+from moefx.errors import WeightGoneError
+from moefx.packs import Pack, WeightRef
 
 
 def copy_sharing_tensors(model: nn.Module) -> nn.Module:
     """A new tree of the same classes over the same parameters and buffers (ties kept, bound methods rebound)."""
     memo: dict[int, Any] = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     return copy.deepcopy(model, memo)
-
-
-class WeightRef:
-    """A parameter or buffer by its module's dict and its name: what it is now, not what it was.
-
-    `rows`: the [first, end) of it that is meant, until the parameter itself holds only those.
-    """
-
-    def __init__(self, block: nn.Module, qualified: str, rows: tuple[int, int] | None = None):
-        path, _, self.name = qualified.rpartition(".")
-        self.owner = block.get_submodule(path)
-        self.rows = rows
-
-    def __call__(self) -> torch.Tensor:
-        found: torch.Tensor | None = self.owner._parameters.get(self.name)
-        if found is None:
-            found = self.owner._buffers[self.name]
-        assert found is not None
-        return found if self.rows is None else found[self.rows[0] : self.rows[1]]
-
-
-class Pack:
-    """Tensors computed from weights, kept until a weight changes (identity, version or storage).
-
-    A change through `.data` or numpy that bumps no version is not seen: call `moefx.swap.invalidate(model)` after such a write.
-    """
-
-    def __init__(self, function: fx.GraphModule, sources: Sequence[WeightRef]):
-        self.function = function
-        self.sources = list(sources)
-        self._key: tuple[Any, ...] | None = None
-        self._packed: tuple[torch.Tensor, ...] = ()
-        self._seen: list[weakref.ref[torch.Tensor]] = []
-        self._storages: list[StorageWeakRef] = []
-        self._way_back: Callable[..., list[torch.Tensor]] | None = None
-
-    def __call__(self) -> tuple[torch.Tensor, ...]:
-        tensors = [s() for s in self.sources]
-        if self._way_back is not None:
-            self._check_unwritten()
-            if all(t.is_meta and t.dtype == dtype for t, dtype in zip(tensors, self._dtypes, strict=True)):
-                return self._packed
-            self.restore()
-            tensors = [s() for s in self.sources]
-        if any(t.is_inference() for t in tensors):  # torch counts no versions of these: a kept pack could be stale
-            with torch.no_grad():
-                return self.function(*tensors)
-        key = tuple([(t.data_ptr(), t.untyped_storage()._cdata, t._version) for t in tensors])
-        if key != self._key or self._replaced(tensors):
-            with torch.no_grad():
-                self._packed = self.function(*tensors)
-            self._key = key
-            self._seen = [weakref.ref(t) for t in tensors]
-            self._storages = [StorageWeakRef(t.untyped_storage()) for t in tensors]
-        return self._packed
-
-    def _replaced(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a tensor or its storage is another one at an address that was freed."""
-        return any(ref() is not t for ref, t in zip(self._seen, tensors, strict=True)) or any(s.expired() for s in self._storages)
-
-    def invalidate(self) -> None:
-        if self._way_back is None:
-            self._key, self._packed = None, ()
-
-    def hold(self, way_back: Callable[..., list[torch.Tensor]]) -> None:
-        """Keep the packed tensors for good and free the sources; `way_back(packed, like)` makes them again."""
-        self._packed, self._way_back = self(), way_back
-        self._dtypes = [ref().dtype for ref in self.sources]
-        for ref in self.sources:
-            old = ref()
-            ref.owner._parameters[ref.name] = nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=old.requires_grad)
-        self._made = [(ref(), ref()._version) for ref in self.sources]
-
-    def _check_unwritten(self) -> None:
-        for ref, made in zip(self.sources, self._made, strict=True):
-            if ref() is made[0] and ref()._version != made[1]:
-                raise ParameterFreedError(
-                    f"{ref.name} was written in place, but inplace=True freed it and the write is lost; "
-                    "call moefx.swap.restore(model) before writing, or load_state_dict"
-                )
-
-    def values(self) -> list[tuple[WeightRef, torch.Tensor]]:
-        """The released sources with their values."""
-        if self._way_back is None:
-            return []
-        self._check_unwritten()
-        with torch.no_grad():
-            kinds = zip(self.sources, self._dtypes, strict=True)
-            made = self._way_back(self._packed, [torch.empty(ref().shape, dtype=dtype, device="meta") for ref, dtype in kinds])
-        return [(ref, value) for ref, value in zip(self.sources, made, strict=True) if ref().is_meta]
-
-    def restore(self) -> None:
-        """Bring released sources back, in the type their parameters have now."""
-        for ref, value in self.values():
-            old = ref()
-            ref.owner._parameters[ref.name] = nn.Parameter(value.to(old.dtype), requires_grad=old.requires_grad)
-        self._way_back = None
-
-    def new_bytes(self) -> int:
-        """Bytes of packed tensors that are no views of the weights."""
-        if self._way_back is not None:
-            return sum(p.untyped_storage().nbytes() for p in self._packed)
-        own = {t.untyped_storage().data_ptr() for t in (s() for s in self.sources)}
-        fresh = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self() if p.untyped_storage().data_ptr() not in own}
-        return sum(fresh.values())
-
-    def __getstate__(self) -> dict[str, Any]:
-        packed = self._packed if self._way_back is not None else ()
-        return {**self.__dict__, "_key": None, "_packed": packed, "_seen": [], "_storages": []}
 
 
 class BlockForward:
@@ -168,16 +60,20 @@ class BlockForward:
         inner = [m for m in block.modules() if m is not block]
         self.hooks: list[Any] = [hooks for m in inner for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self.parts = [(m, name, child) for m in block.modules() for name, child in m._modules.items() if child is not None]
-        self.__signature__ = inspect.signature(type(block).forward)
+        self.__signature__ = inspect.signature(types.MethodType(type(block).forward, block))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         values = self._bind(args, kwargs)
         inputs = [values[n] for n in self.names if n in self.kinds] if values is not None else []
-        reason = "other arguments" if values is None else self._uncovered(values, inputs)
+        try:
+            reason = "other arguments" if values is None else self._uncovered(values, inputs)
+            if reason is None:
+                weights = [ref() for ref in self.refs]
+                packed = self.pack() if self.pack is not None else ()
+        except WeightGoneError as error:
+            reason = str(error)
         if reason is not None:
             return self._as_it_was(reason, args, kwargs)
-        weights = [ref() for ref in self.refs]
-        packed = self.pack() if self.pack is not None else ()
         outputs = self.module(*weights, *packed, *inputs)
         if self.single:
             return outputs[0]
@@ -185,7 +81,7 @@ class BlockForward:
         return pytree.tree_unflatten([next(left) if const is None else const[1] for const in self.flat_outputs], self.out_spec)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        if len(args) > len(self.names) or any(k not in self.names for k in kwargs):
+        if len(args) > len(self.names) or any(k not in self.names[len(args) :] for k in kwargs):
             return None
         values = dict(self.constants)
         values.update(zip(self.names, args, strict=False))
@@ -209,12 +105,10 @@ class BlockForward:
                 return f"argument {name!r} differs from the traced {traced}; give optimize example_inputs like it"
             if device is not None and tensor.device != device:
                 return f"argument {name!r} is on another device than the weights"
-        if (
-            torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and (any(t.requires_grad for t in inputs) or any(r().requires_grad for r in self.all_refs()))
-        ):
+        if torch.is_grad_enabled() and (any(t.requires_grad for t in inputs) or any(r().requires_grad for r in self.all_refs())):
             return "gradients are on and moefx has no backward (use torch.no_grad() or torch.inference_mode())"
+        if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
+            return "a transform of torch.func or forward-mode differentiation is on"
         if self.block.training:
             return "the block is in training mode"
         if torch.is_autocast_enabled(device.type if device is not None else "cpu"):
