@@ -20,6 +20,7 @@ def act_quant(h: torch.Tensor, act: Activation) -> tuple[torch.Tensor, torch.Ten
 
 
 def _experts(x, ids, weights, q13, s13, b13, q2, s2, b2, activation, first=0):
+    ops.sizes(x, ids, weights)
     act, dtype = fp8_experts.packed_activation(activation, fp8_experts.product_dtype(x)), fp8_experts.product_dtype(x)
     at = masked.layout(ids, first, q13.shape[0])
     q, s = fp8.quantize_groups(x)

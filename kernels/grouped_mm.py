@@ -19,6 +19,7 @@ LOOP_ROWS = 32  # rows an expert from which one GEMM per expert is quicker on a 
 
 
 def _on_cpu(x, ids, weights, w13, b13, w2, b2, activation, first=0):
+    ops.sizes(x, ids, weights)
     if ids.numel() == 0:
         return x.new_zeros(x.shape[0], w2.shape[1])
     few = ids.numel() < LOOP_ROWS * w13.shape[0]
@@ -62,7 +63,7 @@ def _hit(bounds: list[int]):
 
 
 def _grouped(x, ids, weights, w13, b13, w2, b2, activation, first=0):
-    tokens, top_k = ids.shape
+    tokens, _, top_k = ops.sizes(x, ids, weights)
     count = w13.shape[0]
     flat = ids.reshape(-1) - first
     local = (flat >= 0) & (flat < count)

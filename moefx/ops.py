@@ -46,6 +46,17 @@ def implement(name: str, implementation, device: str) -> None:
     _library.impl(name, implementation, device)
 
 
+def sizes(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[int, int, int]:
+    """(T, H, K) of an experts op. ValueError for other shapes: kernels would read past the ends, torch operations would broadcast."""
+    rows, chosen = x.shape, ids.shape
+    if len(rows) != 2 or len(chosen) != 2 or chosen[0] != rows[0] or weights.shape != chosen:
+        raise ValueError(
+            "x [T, H], ids [T, K] and weights [T, K] are expected, "
+            f"not {list(rows)}, {list(chosen)} and {list(weights.shape)}: cut x to the rows that have ids and weights"
+        )
+    return rows[0], rows[1], chosen[1]
+
+
 def _expert_linear(x, ids, w, b, first=0):
     out = x.new_zeros(x.shape[0], w.shape[1])
     for e in (torch.unique(ids) - first).tolist():
@@ -67,7 +78,7 @@ expert_linear = define(
 
 
 def _experts(x, ids, weights, w13, b13, w2, b2, activation, first=0):
-    tokens, top_k = ids.shape
+    tokens, _, top_k = sizes(x, ids, weights)
     rows, flat = x.repeat_interleave(top_k, 0), ids.reshape(-1)
     y = _expert_linear(rows, flat, w13, b13, first)
     y = _expert_linear(Activation.decode(activation)(y), flat, w2, b2, first)

@@ -13,8 +13,11 @@ import torch
 from test_kernels_fp8 import ACTIVATIONS, SWIGLU, exact, weights
 from torch.library import opcheck
 
+from moefx import ops
 from moefx.activation.spec import Activation
+from moefx.kernels.base import Kernel
 from moefx.kernels.cpu import build, kernel
+from moefx.kernels.registry import KERNELS
 
 HERE = Path(__file__).parent
 BUILT = [i for i in build.INSTRUCTIONS if build.library("experts", i) is not None]
@@ -125,6 +128,51 @@ def test_another_type_than_the_weights_is_refused() -> None:
     made = weights(SWIGLU, 4, 96, 64, False, torch.bfloat16)
     with pytest.raises(ValueError, match="float32.*bfloat16"):
         run(torch.randn(2, 96), torch.zeros(2, 1).long(), torch.ones(2, 1), made, SWIGLU)
+
+
+@pytest.mark.parametrize("of", [k for k in KERNELS if "cpu" in k.contract.targets], ids=lambda k: k.name)
+def test_ids_and_weights_of_other_rows_than_x_are_refused(of: Kernel) -> None:
+    """A kernel would read past their ends, torch operations would spread or shift them."""
+    if of is kernel.INT8_COLUMNS and "avx512_bf16" not in BUILT:
+        pytest.skip("no int8 products on this CPU")
+    text = SWIGLU.encode()
+    packed = of.pack(*weights(SWIGLU, 4, 256, 128, False, torch.bfloat16), text)
+    x, ids, w = torch.randn(6, 256).bfloat16(), torch.rand(6, 4).topk(2).indices, torch.rand(6, 2)
+    wide = torch.cat([ids, ids[:, :1]], 1)
+    for wrong in (
+        (x, ids[:3], w[:3]),
+        (x, ids, w[:3]),
+        (x, ids, w[:1]),
+        (x, wide, w),
+        (x, ids, torch.rand(6, 3)),
+        (x[:3], ids, w),
+        (x[0], ids, w),
+    ):
+        with pytest.raises(ValueError, match=r"ids \[T, K\] and weights \[T, K\] are expected, not \[.*cut x"):
+            of.op(*wrong, *packed, text)
+        with pytest.raises(ValueError, match="cut x"):
+            ops.experts(*wrong, *weights(SWIGLU, 4, 256, 128, False, torch.bfloat16), text)
+
+
+def test_panels_of_another_layer_are_refused() -> None:
+    text = SWIGLU.encode()
+    x, ids, w = torch.randn(3, 96), torch.rand(3, 4).topk(2).indices, torch.rand(3, 2)
+
+    def pack(experts: int, hidden: int, width: int, dtype: torch.dtype = torch.float32):
+        return kernel.PACKED.pack(*weights(SWIGLU, experts, hidden, width, False, dtype), text)
+
+    mine = pack(4, 96, 70)
+    kernel.PACKED.op(x, ids, w, *mine, text)
+    for other in (pack(3, 96, 70), pack(4, 200, 70), pack(4, 96, 40)):
+        for mixed in ((*mine[:2], *other[2:]), (*other[:2], *mine[2:])):
+            with pytest.raises(ValueError, match=r"does not fit weights packed as|pack (both|all) of one layer"):
+                kernel.PACKED.op(x, ids, w, *mixed, text)
+    with pytest.raises(ValueError, match="for the activation of the call"):
+        kernel.PACKED.op(x, ids, w, *mine, Activation("relu2").encode())
+    with pytest.raises(ValueError, match="of one layer and type"):
+        kernel.PACKED.op(x, ids, w, *mine[:2], *pack(4, 96, 70, torch.float16)[2:], text)
+    with pytest.raises(ValueError, match=r"\[3, 192\] has not the 4 experts"):
+        kernel.PACKED.op(x, ids, w, mine[0], torch.zeros(3, 192), *mine[2:], text)
 
 
 def test_op_is_well_formed() -> None:

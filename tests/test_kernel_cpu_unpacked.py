@@ -71,6 +71,19 @@ def test_foreign_ids_nan_and_large_values() -> None:
     assert (experts_bf16.run(x[rest], torch.full((5, 2), -3), w[rest], *made, SIGMOID[0], 0) == 0).all()
 
 
+@needs_library
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    act = SIGMOID[0]
+    w13, b13, w2, b2 = weights(act, hidden=96, width=64, dtype=torch.bfloat16)
+    x, ids, w = torch.randn(6, 96).bfloat16(), torch.rand(6, 4).topk(2).indices, torch.rand(6, 2)
+    for wrong in ((x[:3], ids, w), (x, ids, w[:3])):
+        with pytest.raises(ValueError, match="are expected.*cut x"):
+            experts_bf16.run(*wrong, w13, b13, w2, b2, act, 0)
+    for wide, first, second in ((x[:, :64], w13, w2), (x, w13[:3], w2), (x, w13[:, :64], w2)):
+        with pytest.raises(ValueError, match=r"w13 \(.*give \[T, H\]"):
+            experts_bf16.run(wide, ids, w, first, b13, second, b2, act, 0)
+
+
 def test_without_a_compiler_torch_operations_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.shutil, "which", lambda _: None)
     build.library.cache_clear()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moefx import ops
 from moefx.activation.spec import Activation
 from moefx.kernels.cpu import build
 
@@ -33,8 +34,10 @@ def run(x, ids, weights, w13, b13, w2, b2, act: Activation, first: int) -> torch
     """The experts op on tensors that `takes` accepted; torch's number of threads."""
     library = build.library("experts_bf16", ISA)
     assert library is not None
-    tokens, top_k = ids.shape
-    experts, hidden, width = w2.shape
+    tokens, hidden, top_k = ops.sizes(x, ids, weights)
+    experts, _, width = w2.shape
+    if w2.shape[1] != hidden or w13.shape != (experts, 2 * width, hidden):
+        raise ValueError(f"x is {tuple(x.shape)}, w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)}: give [T, H], [E, 2 D, H] and [E, H, D]")
     x, ids, scale = x.contiguous(), ids.to(torch.int64).contiguous(), weights.float().contiguous()
     b13, b2 = (None if b is None else b.contiguous() for b in (b13, b2))
     out = torch.empty(tokens, hidden, dtype=torch.bfloat16)

@@ -75,6 +75,7 @@ class Tensor {
     return Tensor(held);
   }
 
+  explicit operator bool() const { return handle_; }
   Value release() { return (Value)std::exchange(handle_, nullptr); }
 
   template <typename T>
@@ -179,10 +180,18 @@ inline void check_call(const Arguments& a, const Call& c) {
   if (c.format <= kWeightF32 && c.x_type != c.format)
     throw std::invalid_argument("x is " + std::string(kTypeNames[c.x_type]) + ", the packed weights are " + kTypeNames[c.format] +
                                 ": pack weights of x's type");
+  const int64_t wide = c.gated ? kPanel / 2 : kPanel;
   if (c.steps13 != (c.hidden + depth - 1) / depth || c.panels2 != (c.hidden + kPanel - 1) / kPanel)
     throw std::invalid_argument("x " + a.x.shape() + " does not fit weights packed as " + a.w13.shape() + " and " + a.w2.shape());
-  for (const Tensor* t : {&a.w13, &a.s13, &a.c13, &a.b13, &a.w2, &a.s2, &a.c2, &a.b2})
+  if (c.panels13 != (c.steps2 * depth + wide - 1) / wide || a.w2.dtype() != a.w13.dtype())
+    throw std::invalid_argument("weights packed as " + a.w13.shape() + " and " + a.w2.shape() +
+                                " do not belong together: pack both of one layer and type, for the activation of the call");
+  for (const Tensor* t : {&a.w13, &a.s13, &a.c13, &a.b13, &a.w2, &a.s2, &a.c2, &a.b2}) {
     if (!t->is_contiguous()) throw std::invalid_argument("packed weights must be contiguous, as they were packed");
+    if (*t && t->sizes()[0] != c.experts)
+      throw std::invalid_argument("a packed tensor " + t->shape() + " has not the " + std::to_string(c.experts) +
+                                  " experts of the others: pack all of one layer");
+  }
 }
 
 inline void check_shapes(const Arguments& a) {
@@ -190,7 +199,7 @@ inline void check_shapes(const Arguments& a) {
   const int64_t *x = a.x.sizes(), *ids = a.ids.sizes(), *weights = a.weights.sizes();
   if (!two || ids[0] != x[0] || weights[0] != ids[0] || weights[1] != ids[1])
     throw std::invalid_argument("x [T, H], ids [T, K] and weights [T, K] are expected, not " + a.x.shape() + ", " + a.ids.shape() + " and " +
-                                a.weights.shape());
+                                a.weights.shape() + ": cut x to the rows that have ids and weights");
 }
 
 inline Tensor run(Arguments& a, int64_t format) {
@@ -205,6 +214,7 @@ inline Tensor run(Arguments& a, int64_t format) {
   c.panels13 = w13[1], c.steps13 = w13[2], c.panels2 = w2[1], c.steps2 = w2[2];
   c.format = format < 0 ? type_of(a.w13.dtype()) : format, c.x_type = type_of(dtype);
   c.ids_int32 = a.ids.dtype() == host.torch.int32(), c.scale_type = type_of(a.weights.dtype());
+  c.kind = act.integers[0], c.clamp = act.integers[1], c.gated = act.integers[2];
   check_call(a, c);
   Handle made;
   check(host.torch.empty_strided(2, x, strides, dtype, host.torch.cpu(), 0, &made));
@@ -212,7 +222,6 @@ inline Tensor run(Arguments& a, int64_t format) {
   c.x = a.x.data<void>(), c.ids = a.ids.data<void>(), c.scale = a.weights.data<void>(), c.out = out.data<void>();
   c.w13 = a.w13.data<uint8_t>(), c.s13 = a.s13.data<float>(), c.c13 = a.c13.data<int32_t>(), c.b13 = a.b13.data<float>();
   c.w2 = a.w2.data<uint8_t>(), c.s2 = a.s2.data<float>(), c.c2 = a.c2.data<int32_t>(), c.b2 = a.b2.data<float>();
-  c.kind = act.integers[0], c.clamp = act.integers[1], c.gated = act.integers[2];
   c.limit = act.reals[0], c.alpha = act.reals[1], c.beta = act.reals[2];
   uint32_t threads;
   check(host.torch.get_num_threads(&threads));

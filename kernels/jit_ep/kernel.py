@@ -16,6 +16,7 @@ from moefx.kernels.jit_ep.activation import act_quant, product
 
 
 def _experts(x, ids, weights, q13, s13, b13, q2, s2, b2, activation, first=0):
+    ops.sizes(x, ids, weights)
     limit = Activation.decode(activation).limit
     at = masked.layout(ids, first, q13.shape[0])
     if value_checks.ON:
