@@ -102,7 +102,8 @@ def _kernels(found: dict[str, Any]) -> dict[str, str]:
         where = ["this CPU (torch operations)"]
         if kernel.name.startswith("cpu_"):
             isa = build.isa()
-            lines[kernel.name] = f"this CPU (C++, {isa})" if isa is not None else f"not here: {build.why_not('experts')}"
+            slower = f"; {build.passed_over()}" if build.passed_over() else ""
+            lines[kernel.name] = f"this CPU (C++, {isa}{slower})" if isa is not None else f"not here: {build.why_not('experts')}"
             continue
         if kernel.name == "grouped_mm":
             where.append("this CPU (C++, bf16 with few tokens an expert)" if native else f"no C++ form: {build.why_not('experts_bf16')}")

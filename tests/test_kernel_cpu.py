@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -130,7 +132,7 @@ def test_another_type_than_the_weights_is_refused() -> None:
         run(torch.randn(2, 96), torch.zeros(2, 1).long(), torch.ones(2, 1), made, SWIGLU)
 
 
-@pytest.mark.parametrize("of", [k for k in KERNELS if "cpu" in k.contract.targets], ids=lambda k: k.name)
+@pytest.mark.parametrize("of", [k for k in KERNELS if not k.name.startswith("deep_gemm")], ids=lambda k: k.name)
 def test_ids_and_weights_of_other_rows_than_x_are_refused(of: Kernel) -> None:
     """A kernel would read past their ends, torch operations would spread or shift them."""
     if of is kernel.INT8_COLUMNS and "avx512_bf16" not in BUILT:
@@ -223,6 +225,80 @@ def test_two_processes_build_at_once(tmp_path: Path) -> None:
         out, _ = process.communicate(timeout=240)
         assert process.returncode == 0, out
     assert len(list((tmp_path / "moefx").iterdir())) == 1
+
+
+LOAD = """
+from moefx.kernels.cpu import build
+print(build.isa("limits"), "|", build.why_not("limits"), "|", build.library("limits", build.isa("limits"))._name)
+"""
+
+
+def load(**env: str) -> str:
+    """`isa | why_not | path` of the smallest library, in a process of its own."""
+    process = _python("-c", LOAD, **env)
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, out
+    return out.strip()
+
+
+def test_a_damaged_library_is_built_again(tmp_path: Path) -> None:
+    where = {"XDG_CACHE_HOME": str(tmp_path)}
+    want = load(**where)
+    (file,) = (tmp_path / "moefx").iterdir()
+    assert want == f"{BUILT[0]} | None | {file}"
+    code = file.read_bytes()
+    for damaged in (b"", code[: len(code) // 2], code[:4096] + bytes(2048) + code[6144:], code[:-32]):
+        file.write_bytes(damaged)
+        assert load(**where) == want
+        assert len(file.read_bytes()) == len(code)
+    foreign = b"whole, but no library for this machine"
+    file.write_bytes(foreign + hashlib.sha256(foreign).digest())
+    assert load(**where, TMPDIR=str(tmp_path)) == f"{BUILT[0]} | None | {tmp_path / f'moefx-{os.geteuid()}' / file.name}"
+
+
+def test_without_a_home_or_a_writable_cache_the_temporary_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own, compiler = tmp_path / f"moefx-{os.geteuid()}", build._compiler()
+    assert compiler is not None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert Path(build._loaded("limits", BUILT[0], compiler)._name).parent == own
+    assert own.stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert Path(build._loaded("limits", BUILT[0], compiler)._name).parent == own
+    own.chmod(0o777)
+    with pytest.raises(OSError, match=f"home directory.*{own} is not a folder that user .* remove it"):
+        build._loaded("limits", BUILT[0], compiler)
+    own.rename(tmp_path / "elsewhere")
+    own.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="is not a folder that user"):
+        build._loaded("limits", BUILT[0], compiler)
+
+
+@pytest.mark.skipif(len(BUILT) < 2, reason="this CPU has one instruction set only")
+def test_doctor_says_why_a_slower_instruction_set_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moefx import doctor
+
+    real = build._loaded
+
+    def fails_on_the_best(name: str, isa: str, compiler: str):
+        if isa == BUILT[0]:
+            raise subprocess.CalledProcessError(1, [compiler], stderr="unrecognized option '-mnew'\n")
+        return real(name, isa, compiler)
+
+    monkeypatch.setattr(build, "_loaded", fails_on_the_best)
+    monkeypatch.setattr(build, "_FAILED", {})
+    monkeypatch.setattr(build, "_REASONS", {})
+    build.library.cache_clear(), build.isa.cache_clear()
+    try:
+        shown = doctor.examine()["kernels"]["cpu_packed"]
+        assert shown == f"this CPU (C++, {BUILT[1]}; {BUILT[0]}: the build failed: unrecognized option '-mnew')"
+    finally:
+        build.library.cache_clear(), build.isa.cache_clear()
 
 
 @pytest.mark.slow
