@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from test_kernels_fp8 import exact, weights
@@ -82,6 +85,43 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
     for wide, first, second in ((x[:, :64], w13, w2), (x, w13[:3], w2), (x, w13[:, :64], w2)):
         with pytest.raises(ValueError, match=r"w13 \(.*give \[T, H\]"):
             experts_bf16.run(wide, ids, w, first, b13, second, b2, act, 0)
+
+
+SHORT = """
+import resource
+import torch
+from moefx.activation.spec import Activation
+from moefx.kernels.cpu import experts_bf16, limits
+
+torch.set_num_threads(1)
+limits.openmp = lambda: 0
+tokens, hidden = 20000, 256
+w13, w2 = torch.zeros(4, 512, hidden).bfloat16(), torch.zeros(4, hidden, 256).bfloat16()
+x, ids, w = torch.zeros(tokens, hidden).bfloat16(), torch.zeros(tokens, 2).long(), torch.ones(tokens, 2)
+experts_bf16.run(x[:1], ids[:1], w[:1], w13, None, w2, None, Activation("swiglu"), 0)
+limits.flops("fp32")
+torch.set_num_threads(4)  # none of them was ever made: their stacks are still to be found
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+shown = set()
+for megabytes in range(0, 120, 4):
+    resource.setrlimit(resource.RLIMIT_AS, (used + (megabytes << 20), resource.RLIM_INFINITY))
+    for call in (lambda: experts_bf16.run(x, ids, w, w13, None, w2, None, Activation("swiglu"), 0), lambda: limits.flops("fp32")):
+        try:
+            call()
+            shown.add("fine")
+        except (MemoryError, RuntimeError) as error:
+            shown.add(str(error))
+print(sorted(shown))
+"""
+
+
+@needs_library
+def test_short_memory_is_an_error_not_the_end_of_the_process() -> None:
+    """With room for some of the memory, or for some of the threads."""
+    done = subprocess.run([sys.executable, "-c", SHORT], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "no memory, or no threads, for the bf16 experts" in done.stdout and "to measure this machine" in done.stdout
+    assert "fine" in done.stdout
 
 
 def test_without_a_compiler_torch_operations_take_over(monkeypatch: pytest.MonkeyPatch) -> None:

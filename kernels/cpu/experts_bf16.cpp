@@ -10,6 +10,8 @@
 #include <barrier>
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -120,9 +122,9 @@ struct Job {
   uint16_t* out;
 };
 
-void first_product(const Job& j, int64_t begin, int64_t end) {
+// `gate` and `up`: kTokens * width numbers each, of this thread alone.
+void first_product(const Job& j, int64_t begin, int64_t end, float* gate, float* up) {
   float block[kTokens][kRows];
-  std::vector<float> gate(kTokens * j.width), up(kTokens * j.width);
   for (int64_t e = 0; e < j.experts; ++e) {
     const uint16_t* w = j.w13 + e * 2 * j.width * j.hidden;
     const uint16_t* b = j.b13 ? j.b13 + e * 2 * j.width : nullptr;
@@ -184,16 +186,9 @@ std::pair<int64_t, int64_t> share(int64_t columns, int threads, int i) {
   return {units * i / threads * 16, units * (i + 1) / threads * 16};
 }
 
-}  // namespace
-
-// x [T, H], ids [T, K], scale [T, K], w13 [E, 2D, H], w2 [E, H, D], out [T, H]; H and D multiples of 32, all contiguous. An id outside
-// [first, first + E) adds nothing. Gate row d of an expert is gate_first + d * gate_step, up row likewise.
-extern "C" __attribute__((visibility("default"))) void moefx_experts_bf16(const uint16_t* x, const int64_t* ids, const float* scale, const uint16_t* w13, const uint16_t* b13,
-                                   const uint16_t* w2, const uint16_t* b2, uint16_t* out, int64_t tokens, int64_t top_k, int64_t hidden,
-                                   int64_t width, int64_t experts, int64_t first, const int64_t* rows, int clamp, float limit, float alpha,
-                                   float beta, int threads) {
+void run(Job job, const int64_t* ids, int64_t first, int threads) {
+  const int64_t total = job.tokens * job.top_k, experts = job.experts;
   std::vector<int64_t> bounds(experts + 1, 0);
-  const int64_t total = tokens * top_k;
   for (int64_t i = 0; i < total; ++i)
     if (ids[i] >= first && ids[i] < first + experts) ++bounds[ids[i] - first + 1];
   for (int64_t e = 0; e < experts; ++e) bounds[e + 1] += bounds[e];
@@ -201,21 +196,51 @@ extern "C" __attribute__((visibility("default"))) void moefx_experts_bf16(const 
   std::vector<int32_t> pairs(bounds[experts]);
   for (int64_t i = 0; i < total; ++i)
     if (ids[i] >= first && ids[i] < first + experts) pairs[next[ids[i] - first]++] = int32_t(i);
-  std::vector<uint16_t> h(bounds[experts] * width);
-  std::vector<float> sum(tokens * hidden);
-  Job job{x,       w13,      b13,    w2,      b2,      pairs.data(), bounds.data(), scale,   tokens,     top_k,
-          hidden,  width,    experts, rows[0], rows[1], rows[2],      rows[3],       {clamp, limit, alpha, beta},
-          h.data(), sum.data(), out};
+  std::vector<uint16_t> h(bounds[experts] * job.width);
+  std::vector<float> sum(job.tokens * job.hidden);
+  // Of all threads, here: nothing could catch what a thread throws.
+  const int64_t each = kTokens * job.width;
+  std::vector<float> products(threads * 2 * each);
+  job.pairs = pairs.data(), job.bounds = bounds.data(), job.h = h.data(), job.sum = sum.data();
   std::barrier meet(threads);
   auto work = [&](int i) {
-    auto [a, b] = share(width, threads, i);
-    first_product(job, a, b);
+    auto [a, b] = share(job.width, threads, i);
+    first_product(job, a, b, &products[i * 2 * each], &products[(i * 2 + 1) * each]);
     meet.arrive_and_wait();
-    auto [c, d] = share(hidden, threads, i);
+    auto [c, d] = share(job.hidden, threads, i);
     second_product(job, c, d);
   };
   std::vector<std::thread> others;
-  for (int i = 1; i < threads; ++i) others.emplace_back(work, i);
+  others.reserve(threads - 1);
+  try {
+    for (int i = 1; i < threads; ++i) others.emplace_back(work, i);
+  } catch (...) {
+    (void)meet.arrive(threads - int(others.size()));  // for this thread and those that were not made, so that the others end
+    for (auto& thread : others) thread.join();
+    throw;
+  }
   work(0);
   for (auto& thread : others) thread.join();
+}
+
+}  // namespace
+
+// x [T, H], ids [T, K], scale [T, K], w13 [E, 2D, H], w2 [E, H, D], out [T, H]; H and D multiples of 32, all contiguous. An id outside
+// [first, first + E) adds nothing. Gate row d of an expert is gate_first + d * gate_step, up row likewise.
+// 0, or 1 when memory or threads are short.
+extern "C" __attribute__((visibility("default"))) int moefx_experts_bf16(const uint16_t* x, const int64_t* ids, const float* scale, const uint16_t* w13, const uint16_t* b13,
+                                   const uint16_t* w2, const uint16_t* b2, uint16_t* out, int64_t tokens, int64_t top_k, int64_t hidden,
+                                   int64_t width, int64_t experts, int64_t first, const int64_t* rows, int clamp, float limit, float alpha,
+                                   float beta, int threads) {
+  Job job{x,      w13,     b13,     w2,      b2,      nullptr, nullptr, scale, tokens, top_k,
+          hidden, width,   experts, rows[0], rows[1], rows[2], rows[3], {clamp, limit, alpha, beta},
+          nullptr, nullptr, out};
+  try {
+    run(job, ids, first, threads);
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  } catch (const std::system_error&) {
+    return 1;
+  }
 }

@@ -42,14 +42,17 @@ def run(x, ids, weights, w13, b13, w2, b2, act: Activation, first: int) -> torch
     b13, b2 = (None if b is None else b.contiguous() for b in (b13, b2))
     out = torch.empty(tokens, hidden, dtype=torch.bfloat16)
     size, real = ctypes.c_int64, ctypes.c_float
-    library.moefx_experts_bf16(
+    threads = torch.get_num_threads()
+    short = library.moefx_experts_bf16(
         *(_pointer(t) for t in (x, ids, scale, w13, b13, w2, b2, out)),
         *(size(n) for n in (tokens, top_k, hidden, width, experts, first)),
         (size * 4)(*_columns(act, width)),
         ctypes.c_int(_CLAMPS[act.clamp] if act.limit is not None else 0),
         *(real(v) for v in (act.limit or 0.0, act.alpha, act.beta)),
-        ctypes.c_int(torch.get_num_threads()),
+        ctypes.c_int(threads),
     )
+    if short:
+        raise MemoryError(f"no memory, or no threads, for the bf16 experts of {tokens} rows on {threads} threads: take fewer rows a call")
     return out
 
 

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -34,12 +35,19 @@ void enter(void* data) {
   job.work(job, thread);
 }
 
+// Negative when memory or threads are short.
 double seconds(Job& job, GompParallel parallel) {
   if (parallel != nullptr) {
     parallel(enter, &job, job.threads, 0);
   } else {
     std::vector<std::thread> others;
-    for (int t = 1; t < job.threads; ++t) others.emplace_back(enter, &job);
+    try {
+      for (int t = 1; t < job.threads; ++t) others.emplace_back(enter, &job);
+    } catch (const std::exception&) {
+      job.count = 0, job.begun = job.threads;  // those that wait for the rest end at once
+      for (auto& other : others) other.join();
+      return -1;
+    }
     enter(&job);
     for (auto& other : others) other.join();
   }
@@ -101,6 +109,7 @@ CHAINS(int8, "vpdpbusd")
 
 extern "C" {
 
+// Negative, as the next, when memory or threads are short.
 __attribute__((visibility("default"))) double moefx_bytes_a_second(const char* from, int64_t bytes, int threads, GompParallel parallel) {
   Job job{read, from, bytes, threads};
   return bytes / seconds(job, parallel);

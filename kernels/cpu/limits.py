@@ -21,12 +21,21 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+def _measured(rate: float) -> float:
+    if rate < 0:
+        raise MemoryError(
+            f"no memory, or no threads, to measure this machine on {torch.get_num_threads()} threads: torch.set_num_threads fewer"
+        )
+    return rate
+
+
 def bytes_a_second(memory: torch.Tensor) -> float:
     """Reading `memory` once, from two streams a thread. RuntimeError without a compiler or a known instruction set."""
     size = ctypes.c_int64(memory.numel() * memory.element_size())
-    return _library().moefx_bytes_a_second(ctypes.c_void_p(memory.data_ptr()), size, torch.get_num_threads(), ctypes.c_void_p(openmp()))
+    base, gomp = ctypes.c_void_p(memory.data_ptr()), ctypes.c_void_p(openmp())
+    return _measured(_library().moefx_bytes_a_second(base, size, torch.get_num_threads(), gomp))
 
 
 def flops(kind: str) -> float:
     """Multiplications and additions a second in registers: "bf16", "fp32" or "int8"; 0 where the host has no such instruction."""
-    return _library().moefx_flops(_KINDS[kind], torch.get_num_threads(), ctypes.c_void_p(openmp()))
+    return _measured(_library().moefx_flops(_KINDS[kind], torch.get_num_threads(), ctypes.c_void_p(openmp())))
