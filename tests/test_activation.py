@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -201,6 +202,22 @@ def test_encoding_round_trip() -> None:
         Activation("swish")
     with pytest.raises(ValueError, match="diagonal"):
         Activation("swiglu", "diagonal")
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "message"),
+    [
+        ("swiglu_oai", {"limit": 7.0, "clamp": "post"}, "'post' of swiglu_oai is unknown; choose None or one of pre"),
+        ("swiglu", {"limit": 7.0, "clamp": "both"}, "'both' of swiglu is unknown; choose None or one of pre, post"),
+        ("swiglu", {"limit": 7.0}, "clamp None with limit 7.0: give both"),
+        ("swiglu", {"clamp": "pre"}, "clamp 'pre' with limit None: give both"),
+        ("swiglu", {"alpha": 1.702}, "alpha 1.702 and beta 0 belong to swiglu_oai"),
+    ],
+)
+def test_what_the_formula_would_not_read_is_refused(kind: str, named: dict[str, Any], message: str) -> None:
+    """Kernels computed something else with it."""
+    with pytest.raises(ValueError, match=message):
+        Activation(kind, **named)
 
 
 def test_fingerprints() -> None:

@@ -47,7 +47,7 @@ def run(x, ids, weights, w13, b13, w2, b2, act: Activation, first: int) -> torch
         *(_pointer(t) for t in (x, ids, scale, w13, b13, w2, b2, out)),
         *(size(n) for n in (tokens, top_k, hidden, width, experts, first)),
         (size * 4)(*_columns(act, width)),
-        ctypes.c_int(_CLAMPS[act.clamp] if act.limit is not None else 0),
+        ctypes.c_int(_CLAMPS[act.clamp]),
         *(real(v) for v in (act.limit or 0.0, act.alpha, act.beta)),
         ctypes.c_int(threads),
     )

@@ -42,9 +42,8 @@ _CLAMPS = {None: 0, "pre": 1, "post": 2}
 @ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64 * 3), ctypes.POINTER(ctypes.c_double * 3))
 def _decode(text: bytes, integers: Any, reals: Any) -> None:
     act = Activation.decode(text.decode())
-    clamp = _CLAMPS[act.clamp or "pre"] if act.limit is not None else 0
     reals.contents[:] = act.limit or 0.0, act.alpha, act.beta
-    integers.contents[:] = _KINDS.get(act.kind, -1), clamp, act.gated
+    integers.contents[:] = _KINDS.get(act.kind, -1), _CLAMPS[act.clamp], act.gated
 
 
 class _Current:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+CLAMPS = {"swiglu": ("pre", "post"), "swiglu_oai": ("pre",)}
 KINDS = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2", "silu", "opaque")
 COLUMNS = ("concat", "concat_up_first", "interleaved", "interleaved_up_first", "separate")
 
@@ -43,6 +44,13 @@ class Activation:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"activation kind {self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
+        # Kernels hold these fields as numbers: what the formula does not read would change their results.
+        if self.clamp is not None and self.kind in CLAMPS and self.clamp not in CLAMPS[self.kind]:
+            raise ValueError(f"clamp {self.clamp!r} of {self.kind} is unknown; choose None or one of {', '.join(CLAMPS[self.kind])}")
+        if (self.clamp is None) != (self.limit is None):
+            raise ValueError(f"clamp {self.clamp!r} with limit {self.limit!r}: give both, or neither")
+        if self.kind != "swiglu_oai" and (self.alpha, self.beta) != (1.0, 0.0):
+            raise ValueError(f"alpha {self.alpha:g} and beta {self.beta:g} belong to swiglu_oai, not to {self.kind}: leave them 1 and 0")
         if self.columns not in COLUMNS:
             raise ValueError(f"column order {self.columns!r} is unknown; choose one of {', '.join(COLUMNS)}")
 
