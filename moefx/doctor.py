@@ -53,7 +53,10 @@ def _compiler() -> str:
     for name in ("c++", "g++", "clang++"):
         path = shutil.which(name)
         if path:
-            return subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.split("\n")[0]
+            try:
+                return subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=20).stdout.split("\n")[0]
+            except (OSError, subprocess.SubprocessError) as error:
+                return f"not usable, torch operations are used: {error}"
     return "none: torch operations are used"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import subprocess
@@ -299,6 +300,28 @@ def test_doctor_says_why_a_slower_instruction_set_is_taken(monkeypatch: pytest.M
         assert shown == f"this CPU (C++, {BUILT[1]}; {BUILT[0]}: the build failed: unrecognized option '-mnew')"
     finally:
         build.library.cache_clear(), build.isa.cache_clear()
+
+
+def test_a_compiler_that_does_not_run_is_a_fact_for_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moefx import doctor
+
+    broken = tmp_path / "c++"
+    broken.touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for content, why in (
+        ("no program", "Exec format error"),
+        ("#!/bin/sh\nexit 3", "exit status 3"),
+        ("#!/bin/sh\nexec /bin/sleep 60", "timed out"),
+    ):
+        broken.write_text(content)
+        with monkeypatch.context() as quick:
+            quick.setattr(subprocess, "run", functools.partial(_at_most_a_second, subprocess.run))
+            assert why in doctor._compiler()
+
+
+def _at_most_a_second(run, *args, **named):
+    assert named["timeout"] <= 20
+    return run(*args, **{**named, "timeout": 1})
 
 
 @pytest.mark.slow
