@@ -230,11 +230,19 @@ inline Tensor run(Arguments& a, int64_t format) {
   return out;
 }
 
+struct OutOfMemory : std::bad_alloc {
+  const char* what() const noexcept override { return "the CPU kernel of routed experts ran out of memory: take fewer tokens a call"; }
+};
+
 // `format` < 0: that of the weights' own type.
 template <int64_t format, int scales>
 void operate(Value* stack, uint64_t, uint64_t) {
   Arguments arguments(stack, scales);
-  stack[0] = run(arguments, format).release();
+  try {
+    stack[0] = run(arguments, format).release();
+  } catch (const std::bad_alloc&) {
+    throw OutOfMemory();
+  }
 }
 
 }  // namespace
