@@ -173,7 +173,7 @@ def _floor(case: Case, calls: Sequence[Call], bandwidth: float) -> float:
     weight = 3 * case.hidden * case.width
     stored = 1 if case.dtype in ("fp8", "int8") else case.w13.element_size()
     kind = "int8" if case.dtype == "int8" else "bf16" if case.w13.dtype == torch.bfloat16 else "fp32"
-    peak = max(limits.flops(kind) for _ in range(3)) or max(limits.flops("fp32") for _ in range(3))
+    peak = max(limits.flops(kind) for _ in range(20)) or max(limits.flops("fp32") for _ in range(20))  # a disturbed one is too low
     return 1e3 * max(distinct * weight * stored / bandwidth, 2 * case.tokens * case.top_k * weight / peak)
 
 
